@@ -1,0 +1,125 @@
+# make            builds ./run, for this machine
+# make plain      build/plain: the same flags, but the kernels in plain C; must give the same bits as ./run
+# make portable   build/portable: runs on any processor of this architecture
+# make build/avx2 build/avx2: for this machine, but without AVX-512
+# make debug      build/debug: stops at the first bad memory access, leak or undefined behaviour
+# make library    build/run.so, build/run-plain.so, build/run-avx2.so: run.c without main, for the tests
+# make test       builds what the tests need (their Python packages too, in .venv) and runs them
+# make format     lays out run.c as .clang-format says; make format-check only looks
+# make clean      removes what was built; .venv stays
+# make help       prints this
+#
+# To choose the compiler or its flags: make CC=clang CFLAGS="-O2 -g". After such a change, make -B rebuilds.
+
+# -O3: the plainest loops become vector code only at this level (gcc).
+CFLAGS ?= -O3
+
+# What the answer depends on, so it comes last and is not for changing:
+# -std=gnu11: C11 and what POSIX adds (mmap, clocks, signals).
+# -ffp-contract=off: a*b + c is rounded twice, as it is written. Where run.c wants one rounding it calls fma. A compiler
+#   free to choose would choose differently in each build, and no two builds would agree to the last bit.
+# Never -Ofast or -ffast-math: they let the compiler reorder sums and assume that there is no NaN.
+FLAGS = $(WARN) $(CFLAGS) -std=gnu11 -ffp-contract=off $(OPENMP)
+
+# -Wshadow: one name, one variable. -Wvla: no array whose size the stack may not hold.
+WARN = -Wall -Wextra -Wshadow -Wvla
+
+# libm, for the few functions that are not on the fast path.
+LDLIBS = -lm
+
+# $(call probe,FLAGS) is FLAGS where $(CC) builds a program with them, else nothing.
+# C_PROBE includes omp.h only when OpenMP is on: some compilers take -fopenmp, but their headers or library are missing.
+C_PROBE = '\043ifdef _OPENMP\n\043include <omp.h>\n\043endif\nint main(void) { return 0; }\n'
+probe = $(shell t=$$(mktemp) && printf $(C_PROBE) | $(CC) -Werror $(1) -x c - -o "$$t" $(2) >"$$t.log" 2>&1 \
+          && echo '$(1) $(2)'; rm -f "$$t" "$$t.log")
+first = $(if $(strip $(1)),$(1),$(2))
+
+# -march=native: every instruction that this processor has. Some compilers for ARM say -mcpu=native instead.
+NATIVE := $(strip $(call first,$(call probe,-march=native),$(call probe,-mcpu=native)))
+
+# -mno-avx512f: no AVX-512, nor anything that builds on it. Only x86 compilers know it; elsewhere it changes nothing.
+NO_AVX512 := $(strip $(call probe,-mno-avx512f))
+
+# -fopenmp: work is shared among threads. Apple's clang has it behind the preprocessor, with the library (brew install
+# libomp) in a place of its own. A compiler without OpenMP builds a run of one thread, and need not warn of its pragmas.
+LIBOMP := $(firstword $(wildcard /opt/homebrew/opt/libomp /usr/local/opt/libomp))
+OPENMP := $(strip $(call probe,-fopenmp))
+ifeq ($(OPENMP),)
+OPENMP := $(strip $(call probe,-Xpreprocessor -fopenmp $(LIBOMP:%=-I%/include),$(LIBOMP:%=-L%/lib) -lomp))
+endif
+ifeq ($(OPENMP),)
+OPENMP := -Wno-unknown-pragmas
+endif
+
+# --- programs ---
+
+run: run.c Makefile
+	$(CC) $(FLAGS) $(NATIVE) -o $@ run.c $(LDLIBS)
+
+build/plain: run.c Makefile | build
+	$(CC) $(FLAGS) $(NATIVE) -DRUN_PLAIN -o $@ run.c $(LDLIBS)
+
+build/portable: run.c Makefile | build
+	$(CC) $(FLAGS) -o $@ run.c $(LDLIBS)
+
+build/avx2: run.c Makefile | build
+	$(CC) $(FLAGS) $(NATIVE) $(NO_AVX512) -o $@ run.c $(LDLIBS)
+
+# -fsanitize=address: reads and writes outside of what was allocated, and leaks. undefined: overflow, bad shifts,
+# misalignment. -fno-sanitize-recover: the first finding ends the program. -O1 -g -fno-omit-frame-pointer: its report
+# names lines.
+build/debug: run.c Makefile | build
+	$(CC) $(FLAGS) $(NATIVE) -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
+	  -o $@ run.c $(LDLIBS)
+
+# -shared -fPIC: a library that can be loaded at any address. -DRUN_LIBRARY: no main, and a few functions made visible.
+LIBRARY = -DRUN_LIBRARY -shared -fPIC
+
+build/run.so: run.c Makefile | build
+	$(CC) $(FLAGS) $(NATIVE) $(LIBRARY) -o $@ run.c $(LDLIBS)
+
+build/run-plain.so: run.c Makefile | build
+	$(CC) $(FLAGS) $(NATIVE) -DRUN_PLAIN $(LIBRARY) -o $@ run.c $(LDLIBS)
+
+build/run-avx2.so: run.c Makefile | build
+	$(CC) $(FLAGS) $(NATIVE) $(NO_AVX512) $(LIBRARY) -o $@ run.c $(LDLIBS)
+
+build:
+	@mkdir -p build
+
+plain portable debug: %: build/%
+library: build/run.so build/run-plain.so build/run-avx2.so
+
+# --- tests and layout ---
+
+# The Python that makes .venv (3.9 or newer), and what goes into it: every version pinned, so that a test that fails
+# today also failed yesterday, and everybody's formatter agrees.
+PYTHON ?= python3
+PACKAGES = 'numpy==2.4.6; python_version >= "3.11"' 'numpy==2.0.2; python_version < "3.11"' \
+           pytest==8.4.2 pytest-xdist==3.8.0 hypothesis==6.140.2 clang-format==19.1.7
+
+# The empty file .venv/ready says that everything is installed; a change of this Makefile brings .venv up to date.
+.venv/ready: Makefile
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "make: $(PYTHON) -m venv failed: install Python 3.9 or newer with venv (Debian: apt-get install python3-venv)" >&2; \
+	  exit 1; }
+	@.venv/bin/pip install --quiet --disable-pip-version-check $(PACKAGES)
+	@touch $@
+
+test: .venv/ready run debug plain portable library
+	.venv/bin/python -m pytest -q -n 2 test_all.py
+
+format: .venv/ready
+	.venv/bin/clang-format -i run.c
+
+format-check: .venv/ready
+	.venv/bin/clang-format --dry-run --Werror run.c
+
+clean:
+	rm -rf run build
+
+help:
+	@sed -n '/^# make /s/^# //p' Makefile
+
+.PHONY: plain portable debug library test format format-check clean help
+.DELETE_ON_ERROR:
