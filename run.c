@@ -493,7 +493,7 @@ static void matrix_row(float *out, const Matrix *w, int row) {
 }
 
 // Refuse what no sane model has before anything is computed from it: after this, products of two of these fit an int.
-static void config_check(const Config *c, const char *path) {
+static void config_check(const Config *c, const char *path, const char *format) {
     struct {
         const char *name;
         int value, most;
@@ -507,13 +507,15 @@ static void config_check(const Config *c, const char *path) {
                   {"context length", c->n_ctx_train, 1 << 30}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].value < 1 || fields[i].value > fields[i].most)
-            die("%s: header: expected %s from 1 to %d, got %d", path, fields[i].name, fields[i].most, fields[i].value);
+            die("%s: not a sound %s: expected %s from 1 to %d, got %d", path, format, fields[i].name, fields[i].most,
+                fields[i].value);
     if (c->n_heads % c->n_kv_heads)
-        die("%s: header: expected n_heads to be a multiple of n_kv_heads, got %d and %d", path, c->n_heads,
-            c->n_kv_heads);
-    if (c->head_dim % 2) die("%s: header: expected an even head_dim (RoPE turns pairs), got %d", path, c->head_dim);
+        die("%s: not a sound %s: expected n_heads to be a multiple of n_kv_heads, got %d and %d", path, format,
+            c->n_heads, c->n_kv_heads);
+    if (c->head_dim % 2)
+        die("%s: not a sound %s: expected an even head_dim (RoPE turns pairs), got %d", path, format, c->head_dim);
     if ((size_t)c->n_heads * (size_t)c->head_dim > 1 << 22)
-        die("%s: header: %d heads of %d are too wide", path, c->n_heads, c->head_dim);
+        die("%s: not a sound %s: %d heads of %d are too wide", path, format, c->n_heads, c->head_dim);
 }
 
 // RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians. Ref: Su et al. 2021, eq. 15.
@@ -565,7 +567,7 @@ static Config llama2c_header(Reader *r, Llama2c *h) {
     }
     if (h->version >= 1) reader_take(r, LLAMA2C_HEADER - r->pos, "header");
     c.head_dim = c.n_heads > 0 ? c.dim / c.n_heads : 0;
-    config_check(&c, r->path);
+    config_check(&c, r->path, h->version ? "llama2.c checkpoint" : "llama2.c checkpoint, and no other known format");
     if (c.dim % c.n_heads)
         die("%s: header: expected dim to be a multiple of n_heads, got %d and %d", r->path, c.dim, c.n_heads);
     return c;
@@ -1481,6 +1483,7 @@ typedef struct {
     uint32_t hash_size; // a power of two
     int byte_ids[256];  // id of the piece of a byte, or -1
     int bos, unknown;   // ids
+    bool space_prefix;  // a space goes in front of a text
     int stop_ids[MAX_STOP_IDS], n_stop_ids;
 } Tokenizer;
 
@@ -1562,6 +1565,7 @@ static Tokenizer *tokenizer_load(const char *path) {
     t->stop_ids[t->n_stop_ids++] = 1; // llama2.c's models end a text by beginning the next one
     t->stop_ids[t->n_stop_ids++] = 2;
     tokenizer_index(t);
+    t->space_prefix = tokenizer_find(t, " ", 1) >= 0;
     return t;
 }
 
@@ -1666,7 +1670,7 @@ static void tokenizer_encode(const Tokenizer *t, const char *text, size_t n, Ids
     if (n > INT_MAX / 8) die("a text of %zu bytes is too long to tokenize, the most is %d", n, INT_MAX / 8);
     Symbol *symbols = alloc(n + 1, sizeof *symbols, "tokenizer");
     Text prefixed = {0};
-    if (tokenizer_find(t, " ", 1) >= 0) text_append(&prefixed, " ", 1);
+    if (t->space_prefix) text_append(&prefixed, " ", 1);
     text_append(&prefixed, text, n);
     int n_symbols = 0;
     for (size_t i = 0; i < prefixed.len; n_symbols++) {
@@ -1693,7 +1697,7 @@ static void tokenizer_encode(const Tokenizer *t, const char *text, size_t n, Ids
 typedef struct {
     char pending[4];
     int n_pending;
-    bool after_bos; // the next piece begins the text: it loses the space that encoding put there
+    bool after_bos; // the next piece begins the text: it loses the space that encoding put in front
 } Decoder;
 
 static void decoder_flush(Decoder *d, Text *out) {
@@ -1722,7 +1726,8 @@ static void decoder_push(Decoder *d, const Tokenizer *t, int id, Text *out) {
     }
     if (p->type == BYTE_PIECE) decoder_byte(d, (char)byte_of_piece(p->text, p->len), out);
     else
-        for (int i = d->after_bos && p->len > 0 && p->text[0] == ' '; i < p->len; i++) decoder_byte(d, p->text[i], out);
+        for (int i = d->after_bos && t->space_prefix && p->len > 0 && p->text[0] == ' '; i < p->len; i++)
+            decoder_byte(d, p->text[i], out);
     d->after_bos = false;
 }
 
@@ -1833,7 +1838,9 @@ static int draw_from_all(const float *p, int n, float coin) {
         cdf += p[i];
         if (coin < cdf) return i;
     }
-    return n - 1; // rounding left a gap below 1
+    for (int i = n - 1; i > 0; i--) // rounding left a gap below 1
+        if (p[i] > 0) return i;
+    return 0;
 }
 
 // A draw from the best candidates. Only as many as the nucleus needs are taken out of the heap, in falling order; the
@@ -2263,6 +2270,7 @@ static int mode_perplexity(const Options *o) {
         score_window(&e, ids.id + begin, count, scored - begin, &total);
         scored = begin + count;
     }
+    if (e.tokenizer->space_prefix) total.bytes--; // the space in front is not of the text
     double mean = total.sum / (double)total.n, variance = total.sum_of_squares / (double)total.n - mean * mean;
     double perplexity = exp(mean), error = perplexity * sqrt(fmax(variance, 0) / (double)total.n); // delta method
     printf("perplexity %.4f ± %.4f, %.4f nats per token, %.4f bits per byte (%zu tokens, window %d, stride %d)\n",
