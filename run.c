@@ -11,18 +11,24 @@
    MAP. The sections stand bottom-up: each calls only those above it.
 
        §1  basics         errors, memory, files, the Reader through which every byte of a file passes
-       §2  number formats how weights lie in memory: the panel; how activations become int8
-       §3  checkpoint     Config, Matrix, Layer, Model, and the loaders that fill them
+       §2  number formats how weights lie in files and in memory; how activations become int8
+       §3  model          Config, Matrix, Layer, Model; rows of a file become panels
        §4  kernels        the matrix product: one shape of loop for every type and every instruction set
-       §5  layers         rmsnorm, softmax, rope, swiglu: the small functions of the paper
+       §5  layers         rmsnorm, softmax, rope, swiglu: the small functions of the papers
        §6  session        what changes while running: key/value cache, activations, threads
        §7  forward        rows in, logits out: the transformer
-       §8  tokenizer      text to token ids and back
-       §9  sampler        logits to the next token
-       §11 modes          generate, tokenize, info, perplexity
-       §12 command line   one table of options drives parsing and help
+       §8  GGUF           reading the files of the llama.cpp world
+       §9  checkpoints    llama2.c's files; which format a file has
+       §10 words          characters, and the patterns that cut a text before BPE
+       §11 tokenizer      text to token ids and back
+       §12 vocabularies   the tokenizers of both kinds of file
+       §13 sampler        logits to the next token
+       §14 chat           (to come) templates: roles to ids
+       §15 modes          generate, tokenize, info, perplexity
+       §16 command line   one table of options drives parsing and help
 
-   In a hurry? Read §3 (what a model is), §7 (what it computes) and §11 (the loop around it).
+   In a hurry? Read §3 (what a model is), §7 (what it computes) and §15 (the loop around it). §2 to §7 are the engine;
+   what follows reads files and talks to people.
 
    LEGEND. The same names stand in the code, the tests and the documents:
 
@@ -34,15 +40,18 @@
 
    THE PROMISE. A logit does not depend on how it was computed: not on the number of threads, on how a prompt is cut
    into chunks, on what else is in the batch, or on the instruction set. Every sum has one fixed order, every
-   multiply-add is fused exactly where it is written so, and the tests compare with ==. doc/numerics.md explains.
+   multiply-add is fused exactly where it is written so, and the tests compare with ==. doc/numerics.md explains, and
+   names the exceptions.
 
    REFERENCES. Vaswani et al. 2017, Attention is all you need. Zhang & Sennrich 2019, Root mean square layer
    normalization. Su et al. 2021, RoFormer (RoPE). Shazeer 2020, GLU variants improve transformer (SwiGLU). Ainslie et
    al. 2023, GQA. Touvron et al. 2023, Llama 2. Milakov & Gimelshein 2018, Online normalizer calculation for softmax.
-   Holtzman et al. 2020, The curious case of neural text degeneration (top-p). Kudo & Richardson 2018, SentencePiece. */
+   Holtzman et al. 2020, The curious case of neural text degeneration (top-p). Kudo & Richardson 2018, SentencePiece.
+   Radford et al. 2019, GPT-2 (byte-level BPE). Chen et al. 2023, Position interpolation. Peng et al. 2023, YaRN. */
 
-#define _GNU_SOURCE // sched_getaffinity, MAP_ANONYMOUS
+#define _GNU_SOURCE // sched_getaffinity, MAP_ANONYMOUS, memmem
 
+#include <assert.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -79,14 +88,14 @@ static int omp_get_thread_num(void) {
 //
 // Errors, memory, files. Two rules hold everywhere: a failure is one line on stderr that names the file or option, what
 // was expected and what was found, and ends the process (1: bad data or failure, 2: bad usage); and a number that comes
-// from a file or the user is checked before it sizes or indexes anything. `assert`-like trust is for our own bugs only.
+// from a file or the user is checked before it sizes or indexes anything. An assert is for our own mistakes only.
 
 static noreturn void vdie(int status, const char *format, va_list args) {
     fflush(stdout);
     fputs("run: ", stderr);
     vfprintf(stderr, format, args);
     fputc('\n', stderr);
-    exit(status);
+    _exit(status); // at once: other threads may be at work, and nothing is left to tidy up
 }
 
 // Bad data or a failed operation: message, exit 1.
@@ -123,7 +132,8 @@ static size_t product(size_t a, size_t b, const char *what) {
     return c;
 }
 
-// Zeroed memory for n elements. It starts on a 64-byte boundary, a cache line and the widest vector.
+// Zeroed memory for n elements. It starts on a 64-byte boundary, a cache line and the widest vector. (The + 1 here and
+// below: zero elements, too, have an address.)
 static void *alloc(size_t n, size_t element_size, const char *what) {
     size_t bytes = pad(product(n, element_size, what) + 1, 64);
     void *memory = NULL;
@@ -256,7 +266,7 @@ static float *reader_f32_array(Reader *r, size_t n, const char *what) {
 // from one, the sampler its candidates: both want the best few of many in order, without sorting the many.
 typedef struct {
     float score;
-    int index, extra;
+    int index, len; // len: for the tokenizer
 } Ranked;
 
 static bool ranks_before(Ranked a, Ranked b) {
@@ -304,42 +314,24 @@ static void heap_push(Ranked *heap, int *n, Ranked entry) {
 //                 ...
 //                 last step    [ 4 bytes | 4 bytes | 4 bytes | ... | 4 bytes ]
 //
-// A 4-byte step of a row holds 1 float or 4 int8: as many columns as fit. Panel follows panel; the last one is padded
-// with rows of zeros. The scales of an int8 matrix lie in an array of their own, [panel][group][16].
+// A 4-byte step of a row holds as many columns as fit: 1 float, 2 halves (f16 or bf16, the lower column in the lower
+// half), 4 int8, or 8 int4 (byte j holds column j in its low and column j + 4 in its high four bits). Panel follows
+// panel; the last one is padded with rows of zeros.
 //
-// INT8. A group of neighbouring weights w shares a scale s: w = s * q with q an integer in -127..127. The products
-// q_w * q_x of two such groups are summed exactly in integers, and only the sum meets the two scales. The activations
-// are quantised on the fly, in blocks of 32 columns (quantize_row).
+// QUANTISATION. A group of neighbouring weights shares a scale and perhaps a minimum, and keeps a small integer each:
+//
+//     w = scale * (q - zero) + minimum
+//
+// int8: q in -128..127, zero 0. int4: q in 0..15, zero 0 or 8. The products q_w * q_x of two groups are summed exactly, in
+// integers, and only the sum meets the scales. Scales and minima lie beside the panels, [panel][group][16], as f16 where
+// the file has f16, else as f32: nothing is lost. Activations are quantised on the fly in blocks of 32 (quantize_row).
 
-typedef enum { F32, F16, BF16, I8, I4 } Type; // of a matrix; F16, BF16 and I4 are reserved
+typedef enum { F32, F16, BF16, I8, I4 } Type;
 
 enum {
     PANEL = 16, // rows in a panel
     BLOCK = 32, // columns that share a scale in a row of quantised activations
 };
-
-// Row-major int8 or float bytes -> one panel. `rows` is how many of the 16 exist; the rest stay zero. src: [rows, row_bytes]
-static void pack_panel(uint8_t *panel, const uint8_t *src, int rows, size_t row_bytes) {
-    for (size_t step = 0; step < row_bytes / 4; step++)
-        for (int r = 0; r < rows; r++)
-            memcpy(panel + (step * PANEL + (size_t)r) * 4, src + (size_t)r * row_bytes + step * 4, 4);
-}
-
-// Scales of 16 rows -> [group][16]. src: float [rows, groups], at any alignment.
-static void pack_scales(float *panel, const uint8_t *src, int rows, size_t groups) {
-    for (int r = 0; r < rows; r++)
-        for (size_t g = 0; g < groups; g++)
-            memcpy(&panel[g * PANEL + (size_t)r], src + ((size_t)r * groups + g) * 4, 4);
-}
-
-// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has int8 matrices.
-typedef struct {
-    size_t stride; // elements from one row to the next, a multiple of BLOCK; room for whole blocks
-    float *f;      // [n_rows, stride]
-    int8_t *q;     // [n_rows, stride]          f = scale * q within a block
-    float *scale;  // [n_rows, stride / BLOCK]
-    int32_t *sum;  // [n_rows, stride / 16]     sums of q over 16 columns (§4 says what for)
-} Activations;
 
 static float float_from_bits(uint32_t bits) {
     float f;
@@ -353,10 +345,196 @@ static uint32_t bits_of_float(float f) {
     return bits;
 }
 
+// IEEE half precision: 1 bit of sign, 5 of exponent (bias 15), 10 of mantissa. Exact.
+static float float_from_f16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = (uint32_t)(half & 0x7fff) << 13;
+    if ((half & 0x7c00) == 0x7c00) return float_from_bits(sign | 0x7f800000 | magnitude); // infinity or NaN
+    // The exponent is now too small by 127 - 15: multiply by 2^112. Subnormal halves become normal floats.
+    return float_from_bits(sign | bits_of_float(float_from_bits(magnitude) * 0x1p112f));
+}
+
+// Rounds to the nearest half, ties to even; beyond the largest, to infinity.
+static uint16_t f16_from_float(float f) {
+    uint32_t bits = bits_of_float(f), magnitude = bits & 0x7fffffff;
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    if (magnitude > 0x7f800000) return sign | 0x7e00;  // NaN
+    if (magnitude >= 0x47800000) return sign | 0x7c00; // 65536 and beyond
+    if (magnitude < 0x38800000)                        // below 2^-14: 0.5 has an ulp of 2^-24, that of subnormal halves
+        return (uint16_t)(sign | (bits_of_float(float_from_bits(magnitude) + 0.5f) - bits_of_float(0.5f)));
+    magnitude += 0xfff + (magnitude >> 13 & 1);
+    return (uint16_t)(sign | (magnitude - 0x38000000) >> 13);
+}
+
+// bfloat16 is the upper half of a float.
+static float float_from_bf16(uint16_t half) {
+    return float_from_bits((uint32_t)half << 16);
+}
+
+static uint16_t load_u16(const uint8_t *p) {
+    return (uint16_t)(p[0] | p[1] << 8);
+}
+
+static float load_f16(const uint8_t *p) {
+    return float_from_f16(load_u16(p));
+}
+
+// --- the formats of weights in files
+//
+// Each row below is a type that a GGUF file may store (its number there is the id), and the panel that holds it without
+// loss. Plain types are copied. Quantised types come in blocks, drawn above their unpack functions.
+
+typedef struct {
+    const char *name;
+    uint32_t id;     // in a GGUF file
+    int columns;     // weights in a block
+    int bytes;       // of a block
+    Type type;       // of the panel
+    int group;       // columns that share a scale: 16 or 32
+    Type scale_type; // F16 or F32
+    bool has_min;
+    int zero;
+} Format;
+
+static const Format formats[] = {
+    {"F32", 0, 1, 4, F32, 0, F32, false, 0},      {"F16", 1, 1, 2, F16, 0, F32, false, 0},
+    {"BF16", 30, 1, 2, BF16, 0, F32, false, 0},   {"Q8_0", 8, 32, 34, I8, 32, F16, false, 0},
+    {"Q4_0", 2, 32, 18, I4, 32, F16, false, 8},   {"Q4_1", 3, 32, 20, I4, 32, F16, true, 0},
+    {"Q5_0", 6, 32, 22, I8, 32, F16, false, 0},   {"Q5_1", 7, 32, 24, I8, 32, F16, true, 0},
+    {"Q4_K", 12, 256, 144, I4, 32, F32, true, 0}, {"Q5_K", 13, 256, 176, I8, 32, F32, true, 0},
+    {"Q6_K", 14, 256, 210, I8, 16, F32, false, 0}};
+
+static const Format *format_by_id(uint32_t id) {
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+        if (formats[i].id == id) return &formats[i];
+    return NULL;
+}
+
+// 32 neighbouring weights of a row: integers, and a scale and minimum for each half.
+typedef struct {
+    int8_t q[32];
+    float scale[2], min[2];
+} Unpacked;
+
+// The same scale and minimum for all 32.
+static void unpack_scale(Unpacked *u, float scale, float min) {
+    u->scale[0] = u->scale[1] = scale;
+    u->min[0] = u->min[1] = min;
+}
+
+// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
+static void unpack_q8_0(const uint8_t *b, Unpacked *u) {
+    unpack_scale(u, load_f16(b), 0);
+    memcpy(u->q, b + 2, 32);
+}
+
+// The 16 bytes n hold 32 numbers of 4 bits: byte j has number j below and number j + 16 above.
+static void unpack_nibbles(const uint8_t *n, Unpacked *u) {
+    for (int j = 0; j < 16; j++) {
+        u->q[j] = n[j] & 15;
+        u->q[j + 16] = n[j] >> 4;
+    }
+}
+
+// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8)
+// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
+static void unpack_q4(const uint8_t *b, bool has_min, Unpacked *u) {
+    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
+    unpack_nibbles(b + (has_min ? 4 : 2), u);
+}
+
+// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
+// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
+static void unpack_q5(const uint8_t *b, bool has_min, Unpacked *u) {
+    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
+    const uint8_t *high = b + (has_min ? 4 : 2);
+    unpack_nibbles(high + 4, u);
+    for (int j = 0; j < 32; j++) u->q[j] = (int8_t)(u->q[j] + (high[j / 8] >> j % 8 & 1) * 16 - (has_min ? 0 : 16));
+}
+
+// The 12 bytes s of Q4_K and Q5_K hold 8 scales and 8 minima of 6 bits: those of parts 0..3 in the low 6 bits of bytes
+// 0..3 (scales) and 4..7 (minima); of parts 4..7 the low 4 bits in bytes 8..11 and the high 2 on top of bytes 0..7.
+static void unpack_k_scales(const uint8_t *s, int part, float d, float dmin, Unpacked *u) {
+    int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
+    int min = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
+    unpack_scale(u, d * (float)scale, -(dmin * (float)min));
+}
+
+// Q4_K, 144 bytes for 8 parts of 32:  [ d f16 | dmin f16 | s 12 bytes | 128 bytes n ]     w = d scale q - dmin min
+// Each 32 bytes of n hold two parts, the even one in the low 4 bits.
+static void unpack_q4_k(const uint8_t *b, int part, Unpacked *u) {
+    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
+    for (int j = 0; j < 32; j++) u->q[j] = b[16 + part / 2 * 32 + j] >> part % 2 * 4 & 15;
+}
+
+// Q5_K, 176 bytes:  [ d f16 | dmin f16 | s 12 bytes | 32 bytes high | 128 bytes n ]
+// As Q4_K, with a fifth bit: bit `part` of high[j].
+static void unpack_q5_k(const uint8_t *b, int part, Unpacked *u) {
+    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
+    for (int j = 0; j < 32; j++)
+        u->q[j] = (int8_t)((b[48 + part / 2 * 32 + j] >> part % 2 * 4 & 15) | (b[16 + j] >> part & 1) << 4);
+}
+
+// Q6_K, 210 bytes:  [ 128 bytes low | 64 bytes high | 16 x int8 scale | d f16 ]     w = d scale (q - 32), groups of 16
+// Of each half of 4 parts: parts 0, 1 have their low 4 bits in the low nibbles of 64 bytes, parts 2, 3 in the high
+// nibbles; the 2 bits above are bits 2p and 2p + 1 of 32 bytes, p the part in its half.
+static void unpack_q6_k(const uint8_t *b, int part, Unpacked *u) {
+    const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
+    float d = load_f16(b + 208);
+    unpack_scale(u, 0, 0);
+    for (int half = 0; half < 2; half++) u->scale[half] = d * (float)(int8_t)b[192 + 2 * part + half];
+    for (int j = 0; j < 32; j++) {
+        int q = (low[j] >> part % 4 / 2 * 4 & 15) | (high[j] >> part % 4 * 2 & 3) << 4;
+        u->q[j] = (int8_t)(q - 32);
+    }
+}
+
+// Weights 32 * i to 32 * i + 31 of a row of a quantised format.
+static void unpack(const Format *f, const uint8_t *row, int i, Unpacked *u) {
+    int parts = f->columns / 32, part = i % parts;
+    const uint8_t *block = row + (size_t)(i / parts) * (size_t)f->bytes;
+    switch (f->id) {
+    case 2:
+    case 3: unpack_q4(block, f->has_min, u); break;
+    case 6:
+    case 7: unpack_q5(block, f->has_min, u); break;
+    case 8: unpack_q8_0(block, u); break;
+    case 12: unpack_q4_k(block, part, u); break;
+    case 13: unpack_q5_k(block, part, u); break;
+    case 14: unpack_q6_k(block, part, u); break;
+    }
+}
+
+// A row of any format as floats: w = scale * (q - zero) + minimum. cols is a multiple of the format's columns.
+static void unpack_row(const Format *f, const uint8_t *row, int cols, float *out) {
+    if (f->type == F32) memcpy(out, row, (size_t)cols * 4);
+    else if (f->type == F16)
+        for (int k = 0; k < cols; k++) out[k] = load_f16(row + 2 * k);
+    else if (f->type == BF16)
+        for (int k = 0; k < cols; k++) out[k] = float_from_bf16(load_u16(row + 2 * k));
+    else
+        for (int i = 0; i < cols / 32; i++) {
+            Unpacked u;
+            unpack(f, row, i, &u);
+            for (int j = 0; j < 32; j++) out[32 * i + j] = u.scale[j / 16] * (float)(u.q[j] - f->zero) + u.min[j / 16];
+        }
+}
+
+// --- activations
+
+// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has quantised matrices.
+typedef struct {
+    size_t stride; // elements from one row to the next, a multiple of BLOCK
+    float *f;      // [n_rows, stride]
+    int8_t *q;     // [n_rows, stride]          f = scale * q within a block
+    float *scale;  // [n_rows, stride / BLOCK]
+    int32_t *sum;  // [n_rows, stride / 16]     sums of q over 16 columns (§4 says what for)
+} Activations;
+
 // Quantise one row: in each block of 32, scale = max|f| / 127 and q = round(f / scale), ties to even. An all-zero block
 // has scale 0 and zeros, not 0/0. A block with a NaN or an infinity gets the scale NaN, so that the error reaches the
 // logits and is reported there.
 static void quantize_row(const Activations *x, int row, int cols) {
+    if (!x->q) return; // nothing in this model asks for it
     float *f = x->f + (size_t)row * x->stride;
     int8_t *q = x->q + (size_t)row * x->stride;
     float *scale = x->scale + (size_t)row * (x->stride / BLOCK);
@@ -382,49 +560,61 @@ static void quantize_row(const Activations *x, int row, int cols) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §3 Checkpoint
+// §3 Model
 //
 // What a model is: a Config of hyperparameters, and for every layer four matrices for attention, three for the
 // feed-forward and two norms. A Model never changes after loading; everything that does is in the Session (§6).
 //
-// A loader turns a file into a Model. It reads the header, checks that the file is exactly as long as the header
-// implies, and rearranges each matrix into panels on all threads. Nothing downstream knows which format it was.
+// A loader turns a file into a Model. It reads the header, checks that everything the header promises lies in the file,
+// and rearranges each matrix into panels on all threads. Nothing downstream knows which format it was.
 
 // W: [rows, cols], as panels. y = W x is what every matrix does.
 typedef struct {
     Type type;
     int rows, cols;
-    int group;           // I8: columns that share a scale, a multiple of 16
-    const void *panels;  // [ceil(rows / 16)][cols / columns per step][16 rows] of 4-byte steps
-    const float *scales; // I8: [ceil(rows / 16)][cols / group][16]
+    int group;          // I8, I4: columns that share a scale, a multiple of 16
+    Type scale_type;    // of scales and mins: F16 or F32
+    int zero;           // I4: what is subtracted from each q
+    const void *panels; // [ceil(rows / 16)][cols / columns per step][16 rows] of 4-byte steps
+    const void *scales; // I8, I4: [ceil(rows / 16)][cols / group][16]
+    const void *mins;   // the same, or NULL
 } Matrix;
+
+typedef enum { ROPE_UNSCALED, ROPE_LINEAR, ROPE_YARN } RopeScaling;
 
 typedef struct {
     int dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size;
-    int n_ctx_train;    // positions the model was trained for
+    int n_ctx_train;    // positions the model was trained for, or stretched to
     int sliding_window; // a row sees this many positions, itself included; 0: all
     float norm_eps;
     double rope_base;
+    RopeScaling rope_scaling;
+    double rope_factor; // by which the context was stretched
+    int rope_n_ctx;     // context before stretching
+    bool rope_halves;   // the file turns pairs (i, i + head_dim / 2): q and k are rearranged while loading
 } Config;
 
 typedef struct {
-    const float *attn_norm, *ffn_norm;     // [dim]
-    Matrix q, k, v, o;                     // [q_dim, dim], [kv_dim, dim], [kv_dim, dim], [dim, q_dim]
-    const float *q_bias, *k_bias, *v_bias; // [q_dim], [kv_dim], [kv_dim], or NULL
-    const float *q_norm, *k_norm;          // [head_dim], or NULL: rmsnorm of each head before RoPE
-    Matrix gate, down, up;                 // [hidden_dim, dim], [dim, hidden_dim], [hidden_dim, dim]
+    const float *attn_norm, *ffn_norm;              // [dim]
+    Matrix q, k, v, o;                              // [q_dim, dim], [kv_dim, dim], [kv_dim, dim], [dim, q_dim]
+    const float *q_bias, *k_bias, *v_bias, *o_bias; // [q_dim], [kv_dim], [kv_dim], [dim], or NULL
+    const float *q_norm, *k_norm;                   // [head_dim], or NULL: rmsnorm of each head before RoPE
+    Matrix gate, down, up;                          // [hidden_dim, dim], [dim, hidden_dim], [hidden_dim, dim]
 } Layer;
 
 typedef struct {
     Config config;
-    const char *path, *format;
-    Matrix embed, output;    // [vocab_size, dim] both; the same panels where they are tied
-    Layer *layers;           // [n_layers]
-    const float *final_norm; // [dim]
-    double *rope_freqs;      // [head_dim / 2], radians per position
-    bool tied;               // output is embed
-    bool any_int8;           // some matrix wants quantised activations
-    int n_threads;           // for loading
+    const char *path;
+    char format[80], name[80]; // what kind of file it is; what the file calls itself
+    Matrix embed, output;      // [vocab_size, dim] both; the same panels where they are tied
+    Layer *layers;             // [n_layers]
+    const float *final_norm;   // [dim]
+    double *rope_freqs;        // [head_dim / 2], radians per position
+    float rope_magnitude;      // YaRN lengthens queries and keys a little
+    bool tied;                 // output is embed
+    bool any_quantized;        // some matrix wants quantised activations
+    bool counts_prompt;        // llama2.c: -n counts the prompt's tokens too
+    int n_threads;             // for loading
 } Model;
 
 static int q_dim(const Config *c) {
@@ -435,64 +625,176 @@ static int kv_dim(const Config *c) {
     return c->n_kv_heads * c->head_dim;
 }
 
+static bool is_quantized(Type type) {
+    return type == I8 || type == I4;
+}
+
+// --- matrices
+
 static size_t matrix_panels(const Matrix *w) {
     return ((size_t)w->rows + PANEL - 1) / PANEL;
 }
 
-// Bytes from one panel to the next.
-static size_t panel_bytes(const Matrix *w) {
-    return (size_t)w->cols * PANEL * (w->type == F32 ? 4 : 1);
+// Columns in a 4-byte step.
+static int step_columns(Type type) {
+    return type == F32 ? 1 : type == I8 ? 4 : type == I4 ? 8 : 2;
 }
 
+// 4-byte words from one panel to the next.
+static size_t panel_words(const Matrix *w) {
+    return (size_t)(w->cols / step_columns(w->type)) * PANEL;
+}
+
+// Scales (or minima) from one panel to the next.
 static size_t panel_scales(const Matrix *w) {
-    return w->type == F32 ? 0 : (size_t)(w->cols / w->group) * PANEL;
+    return is_quantized(w->type) ? (size_t)(w->cols / w->group) * PANEL : 0;
+}
+
+static size_t scale_bytes(const Matrix *w) {
+    return w->scale_type == F16 ? 2 : 4;
 }
 
 static size_t matrix_bytes(const Matrix *w) {
-    return matrix_panels(w) * (panel_bytes(w) + panel_scales(w) * sizeof(float));
+    return matrix_panels(w) * (panel_words(w) * 4 + panel_scales(w) * scale_bytes(w) * (w->mins ? 2 : 1));
 }
 
-// Row-major weights in the file -> panels. weights: [rows, cols] float or int8; scales: [rows, cols / group] or NULL.
-static Matrix matrix_load(Model *m, Type type, int rows, int cols, int group, const uint8_t *weights,
-                          const uint8_t *scales) {
-    Matrix w = {type, rows, cols, group, NULL, NULL};
-    uint8_t *panels = alloc_pages(matrix_panels(&w), panel_bytes(&w), "a weight matrix");
-    float *panels_scales = scales ? alloc_pages(matrix_panels(&w), panel_scales(&w) * sizeof(float), "scales") : NULL;
-    size_t row_bytes = panel_bytes(&w) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(m->n_threads)
-    for (int first = 0; first < rows; first += PANEL) {
-        size_t p = (size_t)first / PANEL;
-        int n = min_int(PANEL, rows - first);
-        pack_panel(panels + p * panel_bytes(&w), weights + (size_t)first * row_bytes, n, row_bytes);
-        size_t groups = scales ? (size_t)(cols / group) : 0;
-        if (scales) pack_scales(panels_scales + p * panel_scales(&w), scales + (size_t)first * groups * 4, n, groups);
+// Where a loader finds a matrix: rows of a GGUF format; or llama2.c's int8 with float scales in an array of their own.
+typedef struct {
+    const Format *format;
+    const uint8_t *weights, *scales;
+    int group;       // llama2.c int8
+    int turn_halves; // head_dim, where each head's rows i and i + head_dim / 2 become neighbours; else 0
+} Source;
+
+// The row of the file that becomes row r.
+static int source_row(const Source *s, int r) {
+    if (!s->turn_halves) return r;
+    int head = r / s->turn_halves, i = r % s->turn_halves;
+    return head * s->turn_halves + i / 2 + i % 2 * (s->turn_halves / 2);
+}
+
+// Steps as the file has them -> row r of a panel.
+static void pack_steps(uint32_t *panel, const uint8_t *row, int r, size_t n_steps) {
+    for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, row + i * 4, 4);
+}
+
+static void store_scale(const Matrix *w, const void *array, size_t at, float value) {
+    if (w->scale_type == F16) ((uint16_t *)array)[at] = f16_from_float(value); // it came from a half: exact
+    else ((float *)array)[at] = value;
+}
+
+// A row of blocks -> row r of a panel p.
+static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
+    uint32_t *word = (uint32_t *)w->panels + p * panel_words(w) + r;
+    for (int i = 0; i < w->cols / 32; i++) {
+        Unpacked u;
+        unpack(f, row, i, &u);
+        for (int k = 0; k < 32; k += step_columns(w->type), word += PANEL) {
+            uint8_t bytes[4];
+            for (int j = 0; j < 4; j++)
+                bytes[j] = (uint8_t)(w->type == I8 ? u.q[k + j] : (uint8_t)u.q[k + j] | (uint8_t)u.q[k + j + 4] << 4);
+            memcpy(word, bytes, 4);
+        }
+        for (int g = 0; g < 32 / w->group; g++) {
+            size_t at = p * panel_scales(w) + (size_t)(i * (32 / w->group) + g) * PANEL + (size_t)r;
+            store_scale(w, w->scales, at, u.scale[g]);
+            if (w->mins) store_scale(w, w->mins, at, u.min[g]);
+        }
     }
-    w.panels = panels;
-    w.scales = panels_scales;
-    if (type == I8) m->any_int8 = true;
+}
+
+// llama2.c's scales of one row -> row r of panel p. scales: float [groups], at any alignment.
+static void pack_scales(const Matrix *w, const uint8_t *scales, size_t p, int r) {
+    for (int g = 0; g < w->cols / w->group; g++)
+        memcpy((float *)w->scales + p * panel_scales(w) + (size_t)g * PANEL + (size_t)r, scales + (size_t)g * 4, 4);
+}
+
+// Row-major weights in the file -> panels, on all threads.
+static Matrix matrix_load(Model *m, int rows, int cols, Source s) {
+    const Format *f = s.format;
+    bool int8 = s.scales != NULL, blocks = f->columns > 1;
+    Matrix w = {
+        int8 ? I8 : f->type, rows, cols, int8 ? s.group : f->group, int8 ? F32 : f->scale_type, f->zero, 0, 0, 0};
+    size_t n = matrix_panels(&w), row_bytes = int8 ? (size_t)cols : (size_t)(cols / f->columns) * (size_t)f->bytes;
+    w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
+    if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
+    if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
+#pragma omp parallel for schedule(static) num_threads(m->n_threads)
+    for (size_t p = 0; p < n; p++) {
+        for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++) {
+            size_t from = (size_t)source_row(&s, (int)p * PANEL + r);
+            const uint8_t *row = s.weights + from * row_bytes;
+            if (blocks) pack_blocks(&w, f, row, p, r);
+            else pack_steps((uint32_t *)w.panels + p * panel_words(&w), row, r, row_bytes / 4);
+            if (int8) pack_scales(&w, s.scales + from * (size_t)(cols / s.group) * 4, p, r);
+        }
+    }
+    if (is_quantized(w.type)) m->any_quantized = true;
     return w;
 }
 
 static void matrix_free(Matrix *w) {
-    free_pages((void *)w->panels, matrix_panels(w), panel_bytes(w));
-    free_pages((void *)w->scales, matrix_panels(w), panel_scales(w) * sizeof(float));
+    size_t n = matrix_panels(w);
+    free_pages((void *)w->panels, n, panel_words(w) * 4);
+    free_pages((void *)w->scales, n, panel_scales(w) * scale_bytes(w));
+    free_pages((void *)w->mins, n, panel_scales(w) * scale_bytes(w));
+}
+
+static float load_scale(const Matrix *w, const void *array, size_t at) {
+    return w->scale_type == F16 ? float_from_f16(((const uint16_t *)array)[at]) : ((const float *)array)[at];
 }
 
 // One row of a matrix as floats: the embedding of a token.
 static void matrix_row(float *out, const Matrix *w, int row) {
     size_t p = (size_t)row / PANEL, lane = (size_t)row % PANEL;
-    const uint8_t *panel = (const uint8_t *)w->panels + p * panel_bytes(w);
+    int columns = step_columns(w->type);
+    const uint32_t *words = (const uint32_t *)w->panels + p * panel_words(w) + lane;
     for (int k = 0; k < w->cols; k++) {
-        if (w->type == F32) {
-            out[k] = ((const float *)panel)[(size_t)k * PANEL + lane];
-        } else {
-            int8_t q = ((const int8_t *)panel)[((size_t)(k / 4) * PANEL + lane) * 4 + (size_t)(k % 4)];
-            out[k] = (float)q * w->scales[p * panel_scales(w) + (size_t)(k / w->group) * PANEL + lane];
+        uint32_t word = words[(size_t)(k / columns) * PANEL];
+        int i = k % columns;
+        if (w->type == F32) out[k] = float_from_bits(word);
+        else if (w->type == F16) out[k] = float_from_f16((uint16_t)(word >> 16 * i));
+        else if (w->type == BF16) out[k] = float_from_bf16((uint16_t)(word >> 16 * i));
+        else {
+            int q = w->type == I8 ? (int8_t)(word >> 8 * i) : (int)(word >> (8 * (i % 4) + i / 4 * 4) & 15) - w->zero;
+            size_t at = p * panel_scales(w) + (size_t)(k / w->group) * PANEL + lane;
+            out[k] = load_scale(w, w->scales, at) * (float)q + (w->mins ? load_scale(w, w->mins, at) : 0);
         }
     }
 }
 
-// Refuse what no sane model has before anything is computed from it: after this, products of two of these fit an int.
+// Everything that a decoded token has to read: all matrices but the embedding, of which it reads one row.
+static size_t model_bytes_per_token(const Model *m) {
+    size_t bytes = matrix_bytes(&m->output);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        const Layer *a = &m->layers[l];
+        const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) bytes += matrix_bytes(all[i]);
+    }
+    return bytes;
+}
+
+static void model_free(Model *m) {
+    for (int l = 0; l < m->config.n_layers; l++) {
+        Layer *a = &m->layers[l];
+        Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) matrix_free(all[i]);
+        const float *vectors[] = {a->attn_norm, a->ffn_norm, a->q_bias, a->k_bias,
+                                  a->v_bias,    a->o_bias,   a->q_norm, a->k_norm};
+        for (size_t i = 0; i < sizeof vectors / sizeof *vectors; i++) free((void *)vectors[i]);
+    }
+    if (!m->tied) matrix_free(&m->output);
+    matrix_free(&m->embed);
+    free((void *)m->final_norm);
+    free(m->rope_freqs);
+    free(m->layers);
+    free(m);
+}
+
+// --- what every loader needs
+
+// Refuse what no sane model has before anything is computed from it: after this, products of two of these fit a size_t
+// with room to spare.
 static void config_check(const Config *c, const char *path, const char *format) {
     struct {
         const char *name;
@@ -518,201 +820,11 @@ static void config_check(const Config *c, const char *path, const char *format) 
         die("%s: not a sound %s: %d heads of %d are too wide", path, format, c->n_heads, c->head_dim);
 }
 
-// RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians. Ref: Su et al. 2021, eq. 15.
-static double *rope_frequencies(const Config *c) {
-    double *freqs = alloc((size_t)c->head_dim / 2, sizeof *freqs, "RoPE frequencies");
-    for (int i = 0; i < c->head_dim / 2; i++) freqs[i] = pow(c->rope_base, -2.0 * i / c->head_dim);
-    return freqs;
-}
-
-// --- llama2.c checkpoints, versions 0, 1 and 2
-//
-//   version 0   7 int32 (below); float32 tensors. A negative vocab_size says that the classifier is separate. After the
-//               final norm lie two tables of RoPE values that nobody reads.
-//   version 1   "ak42" (uint32), 1, 7 int32, uint8 shared_classifier, zeros to byte 256; norms first, then matrices.
-//   version 2   as version 1 with 2, and an int32 group_size after shared_classifier; norms float32, then for each
-//               matrix its int8 values and after them one float32 scale for every group_size values.
-//
-//   the 7:      dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, context length
-
-enum { LLAMA2C_MAGIC = 0x616b3432, LLAMA2C_HEADER = 256 };
-
-typedef struct {
-    int version, group_size;
-    bool shared_classifier;
-} Llama2c;
-
-static Config llama2c_header(Reader *r, Llama2c *h) {
-    *h = (Llama2c){0};
-    if (r->size >= 4 && !memcmp(r->data, "24ka", 4)) { // 0x616b3432, lowest byte first
-        reader_i32(r, "magic");
-        h->version = reader_i32(r, "version");
-        if (h->version < 1 || h->version > 2)
-            die("%s: expected a llama2.c checkpoint of version 0, 1 or 2, got version %d", r->path, h->version);
-    }
-    Config c = {.norm_eps = 1e-5f, .rope_base = 10000};
-    c.dim = reader_i32(r, "dim");
-    c.hidden_dim = reader_i32(r, "hidden_dim");
-    c.n_layers = reader_i32(r, "n_layers");
-    c.n_heads = reader_i32(r, "n_heads");
-    c.n_kv_heads = reader_i32(r, "n_kv_heads");
-    c.vocab_size = reader_i32(r, "vocab_size");
-    c.n_ctx_train = reader_i32(r, "context length");
-    h->shared_classifier = c.vocab_size > 0;
-    if (h->version == 0 && c.vocab_size < 0) c.vocab_size = c.vocab_size == INT_MIN ? 0 : -c.vocab_size;
-    if (h->version >= 1) h->shared_classifier = *reader_take(r, 1, "shared_classifier");
-    if (h->version == 2) {
-        h->group_size = reader_i32(r, "group_size");
-        if (h->group_size < 1) die("%s: header: expected a positive group_size, got %d", r->path, h->group_size);
-    }
-    if (h->version >= 1) reader_take(r, LLAMA2C_HEADER - r->pos, "header");
-    c.head_dim = c.n_heads > 0 ? c.dim / c.n_heads : 0;
-    config_check(&c, r->path, h->version ? "llama2.c checkpoint" : "llama2.c checkpoint, and no other known format");
-    if (c.dim % c.n_heads)
-        die("%s: header: expected dim to be a multiple of n_heads, got %d and %d", r->path, c.dim, c.n_heads);
-    return c;
-}
-
-// The exact size of a checkpoint, from its header alone. Ints: the fields are bounded by config_check.
-static size_t llama2c_size(const Config *c, const Llama2c *h) {
-    size_t dim = (size_t)c->dim, layers = (size_t)c->n_layers, vocab = (size_t)c->vocab_size;
-    size_t per_layer[] = {dim * dim,
-                          (size_t)kv_dim(c) * dim,
-                          (size_t)kv_dim(c) * dim,
-                          dim * dim,
-                          (size_t)c->hidden_dim * dim,
-                          (size_t)c->hidden_dim * dim,
-                          (size_t)c->hidden_dim * dim};
-    size_t norms = (2 * layers + 1) * dim * 4;
-    size_t bytes = (h->version == 0 ? 28 : LLAMA2C_HEADER) + norms;
-    if (h->version == 0) bytes += (size_t)c->n_ctx_train * (size_t)(c->head_dim / 2) * 2 * 4;
-    size_t group = (size_t)h->group_size;
-    for (int i = 0; i < 9; i++) {
-        size_t copies = i < 7 ? layers : i == 7 ? 1 : !h->shared_classifier;
-        size_t n = i < 7 ? per_layer[i] : vocab * dim;
-        bytes += copies * (h->version == 2 ? n + n / group * 4 : n * 4);
-    }
-    return bytes;
-}
-
-// The next matrix of the file. Groups of version 2 run on through the flat tensor: where they do not end with the rows,
-// or are too small for a panel, the values are multiplied out and kept as floats. Right before fast.
-static Matrix llama2c_matrix(Model *m, Reader *r, const Llama2c *h, int rows, int cols, const char *name) {
-    size_t n = (size_t)rows * (size_t)cols;
-    if (h->version < 2) return matrix_load(m, F32, rows, cols, 0, reader_take(r, n * 4, name), NULL);
-    size_t group = (size_t)h->group_size;
-    if (n % group)
-        die("%s: tensor %s: its %zu values are not a multiple of the group size %zu", r->path, name, n, group);
-    const uint8_t *q = reader_take(r, n, name), *scales = reader_take(r, n / group * 4, name);
-    if ((size_t)cols % group == 0 && group % 16 == 0) return matrix_load(m, I8, rows, cols, (int)group, q, scales);
-    float *values = alloc_pages(n, sizeof *values, name);
-    for (size_t i = 0; i < n; i++) {
-        float scale;
-        memcpy(&scale, scales + i / group * 4, sizeof scale);
-        values[i] = (float)(int8_t)q[i] * scale;
-    }
-    Matrix w = matrix_load(m, F32, rows, cols, 0, (const uint8_t *)values, NULL);
-    free_pages(values, n, sizeof *values);
-    return w;
-}
-
-static void llama2c_load(Model *m, Reader *r) {
-    Llama2c h;
-    const Config c = m->config = llama2c_header(r, &h);
-    static const char *const formats[] = {"llama2.c version 0 (float32)", "llama2.c version 1 (float32)",
-                                          "llama2.c version 2 (int8)"};
-    m->format = formats[h.version];
-    size_t expected = llama2c_size(&c, &h);
-    if (r->size != expected)
-        die("%s: %s: expected %zu bytes from the header, got a file of %zu bytes", r->path, m->format, expected,
-            r->size);
-    m->tied = h.shared_classifier;
-    m->layers = alloc((size_t)c.n_layers, sizeof *m->layers, "layers");
-    // Tensors of one kind lie together, for all layers. Each kind is one turn of a loop; the order is the file's.
-#define EACH_LAYER(field, value) \
-    for (int l = 0; l < c.n_layers; l++) m->layers[l].field = (value)
-#define NORM(name) reader_f32_array(r, (size_t)c.dim, name)
-#define MATRIX(rows, cols, name) llama2c_matrix(m, r, &h, rows, cols, name)
-    if (h.version == 0) m->embed = MATRIX(c.vocab_size, c.dim, "token_embedding");
-    EACH_LAYER(attn_norm, NORM("attention_norm"));
-    if (h.version >= 1) {
-        EACH_LAYER(ffn_norm, NORM("ffn_norm"));
-        m->final_norm = NORM("norm");
-        m->embed = MATRIX(c.vocab_size, c.dim, "token_embedding");
-    }
-    EACH_LAYER(q, MATRIX(q_dim(&c), c.dim, "wq"));
-    EACH_LAYER(k, MATRIX(kv_dim(&c), c.dim, "wk"));
-    EACH_LAYER(v, MATRIX(kv_dim(&c), c.dim, "wv"));
-    EACH_LAYER(o, MATRIX(c.dim, q_dim(&c), "wo"));
-    if (h.version == 0) EACH_LAYER(ffn_norm, NORM("ffn_norm"));
-    EACH_LAYER(gate, MATRIX(c.hidden_dim, c.dim, "w1"));
-    EACH_LAYER(down, MATRIX(c.dim, c.hidden_dim, "w2"));
-    EACH_LAYER(up, MATRIX(c.hidden_dim, c.dim, "w3"));
-    if (h.version == 0) {
-        m->final_norm = NORM("norm");
-        reader_take(r, (size_t)c.n_ctx_train * (size_t)(c.head_dim / 2) * 2 * 4, "freq_cis tables");
-    }
-    m->output = m->tied ? m->embed : MATRIX(c.vocab_size, c.dim, "output");
-#undef EACH_LAYER
-#undef NORM
-#undef MATRIX
-}
-
-// Name the formats that people try and this program does not read, each with the way out.
-static void refuse_other_formats(const Mapping *file) {
-    static const struct {
-        size_t offset;
-        const char *magic, *name;
-    } others[] = {{0, "GGUF", "a GGUF file; this version of run reads llama2.c checkpoints"},
-                  {0, "PK\3\4", "a PyTorch or zip file; export it to a .bin first"},
-                  {0, "tjgg", "an old GGML file; convert it to GGUF first"},
-                  {0, "lmgg", "an old GGML file; convert it to GGUF first"},
-                  {8, "{\"", "a safetensors file; export it to a .bin first"}};
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-        size_t n = strlen(others[i].magic);
-        if (file->size >= others[i].offset + n && !memcmp(file->data + others[i].offset, others[i].magic, n))
-            die("%s: this is %s", file->path, others[i].name);
-    }
-}
-
-static Model *model_load(const char *path, int n_threads) {
-    Mapping file = map_file(path);
-    refuse_other_formats(&file);
-    Model *m = alloc(1, sizeof *m, "model");
-    m->path = path;
-    m->n_threads = n_threads;
-    Reader r = {path, file.data, file.size, 0};
-    llama2c_load(m, &r);
-    m->rope_freqs = rope_frequencies(&m->config);
-    unmap_file(&file);
-    return m;
-}
-
-// Everything that a decoded token has to read: all matrices but the embedding, of which it reads one row.
-static size_t model_bytes_per_token(const Model *m) {
-    size_t bytes = matrix_bytes(&m->output);
-    for (int l = 0; l < m->config.n_layers; l++) {
-        const Layer *a = &m->layers[l];
-        const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) bytes += matrix_bytes(all[i]);
-    }
-    return bytes;
-}
-
-static void model_free(Model *m) {
-    for (int l = 0; l < m->config.n_layers; l++) {
-        Layer *a = &m->layers[l];
-        Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) matrix_free(all[i]);
-        free((void *)a->attn_norm);
-        free((void *)a->ffn_norm);
-    }
-    if (!m->tied) matrix_free(&m->output);
-    matrix_free(&m->embed);
-    free((void *)m->final_norm);
-    free(m->rope_freqs);
-    free(m->layers);
-    free(m);
+// The file's bytes have been turned into panels: let go of the memory that they occupy here.
+static void mapping_release(const Mapping *file, const uint8_t *data, size_t n) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t begin = pad((size_t)(data - file->data), page), end = (size_t)(data - file->data + n) / page * page;
+    if (begin < end) madvise((void *)(file->data + begin), end - begin, MADV_DONTNEED);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -721,7 +833,7 @@ static void model_free(Model *m) {
 // Nearly all time goes into y = W x, for one row x while decoding (then it is bound by reading W from memory) and for
 // hundreds while reading a prompt (then by arithmetic). Both use one shape of loop, the TILE: a few panels of W times a
 // few rows of x, with the sums in registers. One step of it loads 4 bytes of each weight row (one panel: 64 bytes),
-// broadcasts 4 bytes of each x row to all lanes, and multiplies and adds:
+// broadcasts as many columns of each x row to all lanes, and multiplies and adds:
 //
 //                         16 outputs     16 outputs
 //        x row 0   k ->  [ acc 0,0    ] [ acc 0,1    ]      acc[r][p] += panel p, step k * x[r][k]
@@ -729,13 +841,15 @@ static void model_free(Model *m) {
 //        ...                                                each weight that is loaded meets every row,
 //        x row 7   k ->  [ acc 7,0    ] [ acc 7,1    ]      each broadcast meets every panel
 //
-// For every output the order of additions is the order of k, one fused multiply-add per step, whatever the tile's size:
-// so the result is the same for 1 row or 500, and on every instruction set.
+// For every output the order of additions is the order of k, whatever the tile's size: one fused multiply-add for each
+// column of float weights; for each block of quantised ones, whose columns are summed in integers, exactly. So the result
+// is the same for 1 row or 500, and on every instruction set.
 //
-// A Floats or Ints is a vector register: 16 lanes in plain C, 16 or 8 where an instruction set takes over. This is the
-// only place of the file with code for a particular processor.
+// A Floats or Ints is a vector register of LANES outputs. What is done with them is written down first in plain C; an
+// instruction set replaces these primitives one by one, and nothing else. This is the only place of the file with code
+// for a particular processor.
 
-// a * b + c, rounded once. On x86 without FMA it is rounded twice: the `portable` build promises less (doc/numerics.md).
+// a * b + c, rounded once. A build for x86 processors without FMA rounds twice (doc/numerics.md).
 static inline float fma1(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return fmaf(a, b, c);
@@ -744,44 +858,8 @@ static inline float fma1(float a, float b, float c) {
 #endif
 }
 
-#if defined(__AVX512F__) && defined(__AVX512VNNI__) && !defined(RUN_PLAIN)
-#include <immintrin.h>
-enum { LANES = 16, TILE_PANELS = 2, TILE_ROWS = 8 };
-// vpdpbusd multiplies unsigned by signed bytes. XOR 0x80 turns a weight w into w + 128, so that the dot product comes
-// out too large by 128 * sum(x): it starts at minus that.
-enum { DOT_OFFSET = 128 };
-typedef __m512 Floats;
-typedef __m512i Ints;
-#define floats_load(p) _mm512_loadu_ps(p)
-#define floats_store(p, v) _mm512_storeu_ps(p, v)
-#define floats_set(x) _mm512_set1_ps(x)
-#define floats_mul(a, b) _mm512_mul_ps(a, b)
-#define floats_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define floats_from_ints(v) _mm512_cvtepi32_ps(v)
-#define ints_set(x) _mm512_set1_epi32(x)
-#define ints_load_weights(p) _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8((char)0x80))
-#define ints_dot4(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
-
-#elif defined(__AVX2__) && defined(__FMA__) && !defined(RUN_PLAIN)
-#include <immintrin.h>
-enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 6, DOT_OFFSET = 0 };
-typedef __m256 Floats;
-typedef __m256i Ints;
-#define floats_load(p) _mm256_loadu_ps(p)
-#define floats_store(p, v) _mm256_storeu_ps(p, v)
-#define floats_set(x) _mm256_set1_ps(x)
-#define floats_mul(a, b) _mm256_mul_ps(a, b)
-#define floats_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define floats_from_ints(v) _mm256_cvtepi32_ps(v)
-#define ints_set(x) _mm256_set1_epi32(x)
-#define ints_load_weights(p) _mm256_loadu_si256((const __m256i *)(p))
-// maddubs, too, wants unsigned times signed: |w| and x with the sign of w. 2 * 128 * 127 fits its 16 bits.
-static inline Ints ints_dot4(Ints acc, Ints w, Ints x) {
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-
-#else // plain C: says what the instructions above do, and what every one of them must equal
+#if defined(RUN_PLAIN) || \
+    !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) || defined(__ARM_FEATURE_DOTPROD))
 enum { LANES = 16, TILE_PANELS = 1, TILE_ROWS = 4, DOT_OFFSET = 0 };
 typedef struct {
     float lane[LANES];
@@ -793,6 +871,11 @@ typedef struct {
 static inline Floats floats_load(const float *p) {
     Floats v;
     EACH_LANE v.lane[i] = p[i];
+    return v;
+}
+static inline Floats floats_load_f16(const uint16_t *p) {
+    Floats v;
+    EACH_LANE v.lane[i] = float_from_f16(p[i]);
     return v;
 }
 static inline void floats_store(float *p, Floats v) {
@@ -816,22 +899,137 @@ static inline Floats floats_from_ints(Ints v) {
     EACH_LANE f.lane[i] = (float)v.lane[i];
     return f;
 }
+static inline Ints ints_load(const void *p) {
+    Ints v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 static inline Ints ints_set(int32_t x) {
     Ints v;
     EACH_LANE v.lane[i] = x;
     return v;
 }
-static inline Ints ints_load_weights(const void *p) {
-    Ints v;
-    memcpy(&v, p, sizeof v);
+// Of each 4-byte step: the lower and upper half, as f16 or bf16, to floats.
+static inline Floats floats_from_f16_low(Ints v) {
+    Floats f;
+    EACH_LANE f.lane[i] = float_from_f16((uint16_t)v.lane[i]);
+    return f;
+}
+static inline Floats floats_from_f16_high(Ints v) {
+    Floats f;
+    EACH_LANE f.lane[i] = float_from_f16((uint16_t)((uint32_t)v.lane[i] >> 16));
+    return f;
+}
+static inline Floats floats_from_bf16_low(Ints v) {
+    Floats f;
+    EACH_LANE f.lane[i] = float_from_bits((uint32_t)v.lane[i] << 16);
+    return f;
+}
+static inline Floats floats_from_bf16_high(Ints v) {
+    Floats f;
+    EACH_LANE f.lane[i] = float_from_bits((uint32_t)v.lane[i] & 0xffff0000);
+    return f;
+}
+// Of each byte: the low and high 4 bits.
+static inline Ints ints_low_nibbles(Ints v) {
+    EACH_LANE v.lane[i] &= 0x0f0f0f0f;
     return v;
 }
-// Each lane holds 4 int8 of w and of x: acc += their dot product.
-static inline Ints ints_dot4(Ints acc, Ints w, Ints x) {
+static inline Ints ints_high_nibbles(Ints v) {
+    EACH_LANE v.lane[i] = v.lane[i] >> 4 & 0x0f0f0f0f;
+    return v;
+}
+// acc += the dot product of the 4 int8 of w and the 4 of x that each lane holds.
+static inline Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
     const int8_t *a = (const int8_t *)&w, *b = (const int8_t *)&x;
     EACH_LANE for (int j = 0; j < 4; j++) acc.lane[i] += a[4 * i + j] * b[4 * i + j];
     return acc;
 }
+#define ints_dot_nibbles ints_dot_int8
+#define ints_as_int8(v) (v)
+
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#include <immintrin.h>
+enum { LANES = 16, TILE_PANELS = 2, TILE_ROWS = 8 };
+typedef __m512 Floats;
+typedef __m512i Ints;
+#define floats_load(p) _mm512_loadu_ps(p)
+#define floats_load_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define floats_store(p, v) _mm512_storeu_ps(p, v)
+#define floats_set(x) _mm512_set1_ps(x)
+#define floats_mul(a, b) _mm512_mul_ps(a, b)
+#define floats_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define floats_from_ints(v) _mm512_cvtepi32_ps(v)
+#define ints_load(p) _mm512_loadu_si512(p)
+#define ints_set(x) _mm512_set1_epi32(x)
+#define floats_from_f16_low(v) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v))
+#define floats_from_f16_high(v) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)))
+#define floats_from_bf16_low(v) _mm512_castsi512_ps(_mm512_slli_epi32(v, 16))
+#define floats_from_bf16_high(v) _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)))
+#define ints_low_nibbles(v) _mm512_and_si512(v, _mm512_set1_epi8(15))
+#define ints_high_nibbles(v) _mm512_and_si512(_mm512_srli_epi32(v, 4), _mm512_set1_epi8(15))
+// vpdpbusd multiplies unsigned by signed bytes. XOR 0x80 turns an int8 w into w + 128, so that the dot product comes out
+// too large by 128 * sum(x): it starts at minus that.
+enum { DOT_OFFSET = 128 };
+#define ints_as_int8(v) _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80))
+#define ints_dot_int8(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
+#define ints_dot_nibbles(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
+
+#elif defined(__AVX2__)
+#include <immintrin.h>
+enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 6, DOT_OFFSET = 0 };
+typedef __m256 Floats;
+typedef __m256i Ints;
+#define floats_load(p) _mm256_loadu_ps(p)
+#define floats_load_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define floats_store(p, v) _mm256_storeu_ps(p, v)
+#define floats_set(x) _mm256_set1_ps(x)
+#define floats_mul(a, b) _mm256_mul_ps(a, b)
+#define floats_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define floats_from_ints(v) _mm256_cvtepi32_ps(v)
+#define ints_load(p) _mm256_loadu_si256((const __m256i *)(p))
+#define ints_set(x) _mm256_set1_epi32(x)
+static inline Floats floats_from_f16_low(Ints v) { // gather the low halves of 8 words into 8 neighbouring halves
+    __m256i low = _mm256_blend_epi16(v, _mm256_setzero_si256(), 0xAA);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+#define floats_from_f16_high(v) floats_from_f16_low(_mm256_srli_epi32(v, 16))
+#define floats_from_bf16_low(v) _mm256_castsi256_ps(_mm256_slli_epi32(v, 16))
+#define floats_from_bf16_high(v) _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)))
+#define ints_low_nibbles(v) _mm256_and_si256(v, _mm256_set1_epi8(15))
+#define ints_high_nibbles(v) _mm256_and_si256(_mm256_srli_epi32(v, 4), _mm256_set1_epi8(15))
+#define ints_as_int8(v) (v)
+// maddubs, too, wants unsigned times signed bytes, and sums pairs in 16 bits: 2 * 128 * 127 fits. int8: |w| and x with
+// the sign of w.
+static inline Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+#define ints_dot_int8(acc, w, x) ints_dot_nibbles(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+
+#else // NEON with dot products (ARMv8.2)
+#include <arm_neon.h>
+enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 5, DOT_OFFSET = 0 };
+typedef float32x4_t Floats;
+typedef int32x4_t Ints;
+#define floats_load(p) vld1q_f32(p)
+#define floats_load_f16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
+#define floats_store(p, v) vst1q_f32(p, v)
+#define floats_set(x) vdupq_n_f32(x)
+#define floats_mul(a, b) vmulq_f32(a, b)
+#define floats_fma(a, b, c) vfmaq_f32(c, a, b)
+#define floats_from_ints(v) vcvtq_f32_s32(v)
+#define ints_load(p) vld1q_s32((const int32_t *)(p))
+#define ints_set(x) vdupq_n_s32(x)
+#define floats_from_f16_low(v) vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(v)))
+#define floats_from_f16_high(v) vcvt_f32_f16(vreinterpret_f16_s16(vshrn_n_s32(v, 16)))
+#define floats_from_bf16_low(v) vreinterpretq_f32_s32(vshlq_n_s32(v, 16))
+#define floats_from_bf16_high(v) vreinterpretq_f32_s32(vandq_s32(v, vdupq_n_s32((int)0xffff0000)))
+#define ints_low_nibbles(v) vandq_s32(v, vdupq_n_s32(0x0f0f0f0f))
+#define ints_high_nibbles(v) vandq_s32(vshrq_n_s32(v, 4), vdupq_n_s32(0x0f0f0f0f))
+#define ints_as_int8(v) (v)
+#define ints_dot_int8(acc, w, x) vdotq_s32(acc, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+#define ints_dot_nibbles ints_dot_int8
 #endif
 
 enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS };
@@ -843,66 +1041,99 @@ static inline size_t vector_offset(int v, size_t panel) {
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define EACH_ROW UNROLL for (int r = 0; r < n_rows; r++)
+#define EACH_VECTOR UNROLL for (int v = 0; v < n_panels * PANEL_VECTORS; v++)
 
-// One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels, both constants where it is inlined, so
-// that acc is registers. w: first panel, `step` floats from one k to the next, `panel` floats from panel to panel.
-ALWAYS_INLINE void tile_f32(int n_panels, int n_rows, const float *w, size_t step, size_t panel, int cols,
-                            const float *x, size_t x_stride, float *y, size_t y_stride) {
-    const int n_vectors = n_panels * PANEL_VECTORS;
+// Float weights as a tile sees them. Attention uses it too: a cache of keys is a matrix, and so is a cache of values.
+typedef struct {
+    Type type;          // F32, F16, BF16
+    const float *w;     // the first panel
+    size_t step, panel; // 4-byte words from one step to the next, from one panel to the next
+    int cols;
+} FloatPanels;
+
+// One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels. These and the type are constants where it
+// is inlined, so that acc is registers. The strides are in floats.
+ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p, const float *x, size_t x_stride,
+                              float *y, size_t y_stride) {
     Floats acc[TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int r = 0; r < n_rows; r++) UNROLL for (int v = 0; v < n_vectors; v++) acc[r][v] = floats_set(0);
-    for (int k = 0; k < cols; k++, w += step) {
-        Floats weights[TILE_VECTORS];
-        UNROLL for (int v = 0; v < n_vectors; v++) weights[v] = floats_load(w + vector_offset(v, panel));
-        UNROLL for (int r = 0; r < n_rows; r++) {
-            Floats xk = floats_set(x[(size_t)r * x_stride + (size_t)k]);
-            UNROLL for (int v = 0; v < n_vectors; v++) acc[r][v] = floats_fma(weights[v], xk, acc[r][v]);
+    EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
+    for (int k = 0; k < p.cols; k += step_columns(type), p.w += p.step) {
+        Floats low[TILE_VECTORS], high[TILE_VECTORS];
+        EACH_VECTOR {
+            const float *at = p.w + vector_offset(v, p.panel);
+            low[v] = type == F32   ? floats_load(at)
+                     : type == F16 ? floats_from_f16_low(ints_load(at))
+                                   : floats_from_bf16_low(ints_load(at));
+            if (type == F16) high[v] = floats_from_f16_high(ints_load(at));
+            if (type == BF16) high[v] = floats_from_bf16_high(ints_load(at));
+        }
+        EACH_ROW {
+            const float *xk = x + (size_t)r * x_stride + (size_t)k;
+            EACH_VECTOR acc[r][v] = floats_fma(low[v], floats_set(xk[0]), acc[r][v]);
+            if (type != F32) EACH_VECTOR acc[r][v] = floats_fma(high[v], floats_set(xk[1]), acc[r][v]);
         }
     }
-    UNROLL for (int r = 0; r < n_rows; r++) UNROLL for (int v = 0; v < n_vectors; v++)
-        floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
+    EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
 }
 
-// One tile of int8 weights. `block` columns (16 or 32) are summed in integers, then meet the scales of both sides:
-// y = sum over blocks of (sum q_w * q_x) * (scale_w * scale_x).
-ALWAYS_INLINE void tile_int8(int n_panels, int n_rows, int block, const Matrix *w, size_t first_panel,
-                             const Activations *x, int row, float *y, size_t y_stride) {
-    const int n_vectors = n_panels * PANEL_VECTORS;
-    const size_t panel = panel_bytes(w) / 4, scales_panel = panel_scales(w); // in 4-byte steps; in scales
-    const int32_t *steps = (const int32_t *)w->panels + first_panel * panel;
-    const float *scales = w->scales + first_panel * scales_panel;
+// Scales or minima of one vector.
+ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) {
+    return w->scale_type == F16 ? floats_load_f16((const uint16_t *)array + at)
+                                : floats_load((const float *)array + at);
+}
+
+// One tile of quantised weights, int8 or int4. `block` columns (16 or 32) are summed in integers, then meet the scales:
+// y = sum over blocks of (sum (q_w - zero) q_x) * (scale_w * scale_x) + min_w * (scale_x * sum q_x)
+ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, Type type, int block, const Matrix *w, size_t first_panel,
+                                  const Activations *x, int row, float *y, size_t y_stride) {
+    const size_t panel = panel_words(w), scales_panel = panel_scales(w);
+    const int32_t *step = (const int32_t *)w->panels + first_panel * panel;
+    size_t scale_at = first_panel * scales_panel;
+    const int offset = type == I8 ? DOT_OFFSET : w->zero;
     Floats acc[TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int r = 0; r < n_rows; r++) UNROLL for (int v = 0; v < n_vectors; v++) acc[r][v] = floats_set(0);
-    for (int group = 0; group < w->cols; group += w->group, scales += PANEL) {
+    EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
+    for (int group = 0; group < w->cols; group += w->group, scale_at += PANEL) {
         for (int k = group; k < group + w->group; k += block) {
             Ints dot[TILE_ROWS][TILE_VECTORS];
-            UNROLL for (int r = 0; r < n_rows; r++) {
-                const int32_t *sum = x->sum + ((size_t)(row + r) * x->stride + (size_t)k) / 16;
-                Ints start = ints_set(-DOT_OFFSET * (block == 32 ? sum[0] + sum[1] : sum[0]));
-                UNROLL for (int v = 0; v < n_vectors; v++) dot[r][v] = start;
+            int32_t sum[TILE_ROWS];
+            EACH_ROW {
+                const int32_t *half = x->sum + ((size_t)(row + r) * x->stride + (size_t)k) / 16;
+                sum[r] = block == 32 ? half[0] + half[1] : half[0];
+                EACH_VECTOR dot[r][v] = ints_set(-offset * sum[r]);
             }
-            UNROLL for (int i = 0; i < block / 4; i++, steps += PANEL) {
-                Ints weights[TILE_VECTORS];
-                UNROLL for (int v = 0; v < n_vectors; v++) weights[v] =
-                    ints_load_weights(steps + vector_offset(v, panel));
-                UNROLL for (int r = 0; r < n_rows; r++) {
-                    int32_t four;
-                    memcpy(&four, x->q + (size_t)(row + r) * x->stride + (size_t)(k + 4 * i), sizeof four);
-                    Ints xk = ints_set(four);
-                    UNROLL for (int v = 0; v < n_vectors; v++) dot[r][v] = ints_dot4(dot[r][v], weights[v], xk);
+            UNROLL for (int i = 0; i < block; i += step_columns(type), step += PANEL) {
+                Ints low[TILE_VECTORS], high[TILE_VECTORS];
+                EACH_VECTOR {
+                    Ints words = ints_load(step + vector_offset(v, panel));
+                    low[v] = type == I8 ? ints_as_int8(words) : ints_low_nibbles(words);
+                    if (type == I4) high[v] = ints_high_nibbles(words);
+                }
+                EACH_ROW {
+                    int32_t four[2]; // columns of x: 4 int8 each
+                    memcpy(four, x->q + (size_t)(row + r) * x->stride + (size_t)(k + i), (size_t)step_columns(type));
+                    EACH_VECTOR dot[r][v] = type == I8 ? ints_dot_int8(dot[r][v], low[v], ints_set(four[0]))
+                                                       : ints_dot_nibbles(dot[r][v], low[v], ints_set(four[0]));
+                    if (type == I4) EACH_VECTOR dot[r][v] = ints_dot_nibbles(dot[r][v], high[v], ints_set(four[1]));
                 }
             }
-            UNROLL for (int v = 0; v < n_vectors; v++) {
-                Floats scale_w = floats_load(scales + vector_offset(v, scales_panel));
-                UNROLL for (int r = 0; r < n_rows; r++) {
+            EACH_VECTOR {
+                Floats scale = tile_scales(w, w->scales, scale_at + vector_offset(v, scales_panel));
+                EACH_ROW {
                     Floats scale_x = floats_set(x->scale[((size_t)(row + r) * x->stride + (size_t)k) / BLOCK]);
-                    acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), floats_mul(scale_w, scale_x), acc[r][v]);
+                    acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), floats_mul(scale, scale_x), acc[r][v]);
                 }
             }
+            if (w->mins) EACH_VECTOR {
+                    Floats min = tile_scales(w, w->mins, scale_at + vector_offset(v, scales_panel));
+                    EACH_ROW {
+                        float scale_x = x->scale[((size_t)(row + r) * x->stride + (size_t)k) / BLOCK];
+                        acc[r][v] = floats_fma(min, floats_set(scale_x * (float)sum[r]), acc[r][v]);
+                    }
+                }
         }
     }
-    UNROLL for (int r = 0; r < n_rows; r++) UNROLL for (int v = 0; v < n_vectors; v++)
-        floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
+    EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
 }
 
 // Runs call(n_panels, n_rows) with both as constants: the compiler makes one copy of the tile for each.
@@ -928,32 +1159,43 @@ ALWAYS_INLINE void tile_int8(int n_panels, int n_rows, int block, const Matrix *
         ROW_CASES(rows, 1, call) \
     }
 
-// y[r] = W x[r] for n_rows rows and n_panels panels of float weights, one thread. The strides are in floats. Rows of y
-// have room for whole panels. Attention uses it too: a cache of keys is a matrix, and so is a cache of values.
-static void multiply_f32(int n_panels, int n_rows, const float *w, size_t step, size_t panel, int cols, const float *x,
-                         size_t x_stride, float *y, size_t y_stride) {
-    for (int p = 0; p < n_panels; p += TILE_PANELS)
+// y[r] = W x[r] for n_rows rows and n_panels panels of float weights of one type, one thread. Rows of y have room for
+// whole panels.
+ALWAYS_INLINE void multiply_typed(Type type, int n_panels, int n_rows, FloatPanels w, const float *x, size_t x_stride,
+                                  float *y, size_t y_stride) {
+    for (int p = 0; p < n_panels; p += TILE_PANELS, w.w += TILE_PANELS * w.panel)
         for (int r = 0; r < n_rows; r += TILE_ROWS) {
 #define CALL(panels, rows) \
-    tile_f32(panels, rows, w + (size_t)p * panel, step, panel, cols, x + (size_t)r * x_stride, x_stride, \
-             y + (size_t)r * y_stride + (size_t)p * PANEL, y_stride)
+    tile_float(panels, rows, type, w, x + (size_t)r * x_stride, x_stride, \
+               y + (size_t)r * y_stride + (size_t)p * PANEL, y_stride)
             WITH_CONSTANTS(min_int(TILE_PANELS, n_panels - p), min_int(TILE_ROWS, n_rows - r), CALL)
 #undef CALL
         }
 }
 
-static void multiply_int8(int n_panels, int n_rows, const Matrix *w, size_t first_panel, const Activations *x, float *y,
-                          size_t y_stride) {
+static void multiply_float(int n_panels, int n_rows, FloatPanels w, const float *x, size_t x_stride, float *y,
+                           size_t y_stride) {
+    if (w.type == F32) multiply_typed(F32, n_panels, n_rows, w, x, x_stride, y, y_stride);
+    else if (w.type == F16) multiply_typed(F16, n_panels, n_rows, w, x, x_stride, y, y_stride);
+    else multiply_typed(BF16, n_panels, n_rows, w, x, x_stride, y, y_stride);
+}
+
+// The same for at most TILE_PANELS panels of quantised weights.
+static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t first_panel, const Activations *x,
+                               float *y, size_t y_stride) {
     for (int r = 0; r < n_rows; r += TILE_ROWS) {
-#define CALL_32(panels, rows) tile_int8(panels, rows, 32, w, first_panel, x, r, y + (size_t)r * y_stride, y_stride)
-#define CALL_16(panels, rows) tile_int8(panels, rows, 16, w, first_panel, x, r, y + (size_t)r * y_stride, y_stride)
-        if (w->group % 32 == 0) {
-            WITH_CONSTANTS(n_panels, min_int(TILE_ROWS, n_rows - r), CALL_32)
+        int rows = min_int(TILE_ROWS, n_rows - r);
+        float *out = y + (size_t)r * y_stride;
+#define CALL_INT4(panels, rows) tile_quantized(panels, rows, I4, 32, w, first_panel, x, r, out, y_stride)
+#define CALL_INT8(panels, rows) tile_quantized(panels, rows, I8, 32, w, first_panel, x, r, out, y_stride)
+#define CALL_INT8_16(panels, rows) tile_quantized(panels, rows, I8, 16, w, first_panel, x, r, out, y_stride)
+        if (w->type == I4) {
+            WITH_CONSTANTS(n_panels, rows, CALL_INT4)
+        } else if (w->group % 32 == 0) {
+            WITH_CONSTANTS(n_panels, rows, CALL_INT8)
         } else {
-            WITH_CONSTANTS(n_panels, min_int(TILE_ROWS, n_rows - r), CALL_16)
+            WITH_CONSTANTS(n_panels, rows, CALL_INT8_16)
         }
-#undef CALL_32
-#undef CALL_16
     }
 }
 
@@ -966,12 +1208,12 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
     for (int p = 0; p < n_panels; p += TILE_PANELS) {
         int n = min_int(TILE_PANELS, n_panels - p);
         float *out = y + (size_t)p * PANEL;
-        if (w->type == F32) {
-            size_t panel = panel_bytes(w) / sizeof(float);
-            const float *first = (const float *)w->panels + (size_t)p * panel;
-            multiply_f32(n, n_rows, first, PANEL, panel, w->cols, x->f, x->stride, out, y_stride);
+        if (is_quantized(w->type)) {
+            multiply_quantized(n, n_rows, w, (size_t)p, x, out, y_stride);
         } else {
-            multiply_int8(n, n_rows, w, (size_t)p, x, out, y_stride);
+            FloatPanels panels = {w->type, (const float *)w->panels + (size_t)p * panel_words(w), PANEL, panel_words(w),
+                                  w->cols};
+            multiply_float(n, n_rows, panels, x->f, x->stride, out, y_stride);
         }
     }
 }
@@ -992,7 +1234,7 @@ static float sum_lanes(float lane[SUM_LANES]) {
 }
 
 // e^x, relative error below 1e-7. Our own, because libraries differ in the last bit and do not vectorise. Below -87 the
-// result is 0, above 88 it stays at e^88. With n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2:
+// result is 0, above 88 it stays at e^88: within these 2^n is a normal float. With n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2:
 // e^x = 2^n e^r, e^r = 1 + r + r^2/2! + ... + r^7/7!
 static inline float exp_f32(float x) {
     float clamped = x > 88.0f ? 88.0f : x;
@@ -1035,12 +1277,40 @@ static float exp_and_sum(float *x, int n, float max) {
     return sum_lanes(lane);
 }
 
+// YaRN leaves pairs that turn often within the original context as they are, slows those that turn less than once by the
+// whole factor, and blends between 32 turns and 1. Returns how much of the slowing pair i gets, 0 to 1.
+// Ref: Peng et al. 2023, eq. 17-18 and section 3.4 (beta 32, alpha 1).
+static double yarn_share(const Config *c, int i) {
+    double pairs[2], turns[2] = {32, 1};
+    for (int j = 0; j < 2; j++) // the (fractional) pair that turns so often: n_ctx * base^(-2i / head_dim) = 2 pi turns
+        pairs[j] = c->head_dim * log(c->rope_n_ctx / (turns[j] * 2 * M_PI)) / (2 * log(c->rope_base));
+    double low = fmax(floor(pairs[0]), 0), high = fmin(ceil(pairs[1]), c->head_dim - 1);
+    return fmin(fmax((i - low) / fmax(high - low, 0.001), 0), 1);
+}
+
+// RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians (Su et al. 2021, eq. 15). A model stretched to a
+// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; `divisors`
+// (float [head_dim / 2] or NULL) is a list from the file, as Llama 3 has it.
+static void rope_prepare(Model *m, const uint8_t *divisors) {
+    const Config *c = &m->config;
+    m->rope_freqs = alloc((size_t)c->head_dim / 2, sizeof *m->rope_freqs, "RoPE frequencies");
+    m->rope_magnitude = c->rope_scaling == ROPE_YARN ? (float)(0.1 * log(c->rope_factor) + 1) : 1;
+    for (int i = 0; i < c->head_dim / 2; i++) {
+        double freq = pow(c->rope_base, -2.0 * i / c->head_dim), share = 0;
+        if (c->rope_scaling == ROPE_LINEAR) share = 1;
+        if (c->rope_scaling == ROPE_YARN) share = yarn_share(c, i);
+        float divisor = 1;
+        if (divisors) memcpy(&divisor, divisors + 4 * i, 4);
+        m->rope_freqs[i] = (freq * (1 - share) + freq / c->rope_factor * share) / divisor;
+    }
+}
+
 // cos and sin of the angle of every pair at a position: turns[2i], turns[2i + 1]. In double: at position 100,000 a float
-// angle would be off by 1/100 of a radian.
-static void rope_turns(float *turns, const double *freqs, int head_dim, int pos) {
-    for (int i = 0; i < head_dim / 2; i++) {
-        turns[2 * i] = (float)cos(pos * freqs[i]);
-        turns[2 * i + 1] = (float)sin(pos * freqs[i]);
+// angle would be off by up to 1/200 of a radian.
+static void rope_turns(float *turns, const Model *m, int pos) {
+    for (int i = 0; i < m->config.head_dim / 2; i++) {
+        turns[2 * i] = (float)cos(pos * m->rope_freqs[i]) * m->rope_magnitude;
+        turns[2 * i + 1] = (float)sin(pos * m->rope_freqs[i]) * m->rope_magnitude;
     }
 }
 
@@ -1065,6 +1335,8 @@ static void swiglu(float *out, const float *gate, const float *up, int n) {
 // of all earlier positions, and these never change, so they are kept instead of computed again for every new token.
 //
 //     bytes per token = 2 (key and value) * n_layers * n_kv_heads * head_dim * bytes per element
+//
+// (values are padded to whole panels, so that a head_dim that is no multiple of 16 takes a little more).
 //
 // For each sequence, layer and kv head there is a run of keys and a run of values, with room for n_ctx positions:
 //
@@ -1103,10 +1375,11 @@ typedef struct {
 typedef struct {
     const Model *model;
     int n_ctx, n_seqs, max_rows, max_logits, n_threads;
-    size_t cache_positions;                                              // n_ctx in whole panels
-    int span_rows;                                                       // rows in a span, at most
-    size_t dim_stride, q_stride, kv_stride, hidden_stride, vocab_stride; // widths in whole panels
-    size_t v_stride;                                                     // head_dim in whole panels
+    int span_rows;          // rows in a span, at most
+    size_t cache_positions; // n_ctx in whole panels
+    size_t head_floats;     // of the cache of one kv head
+    size_t v_stride;        // head_dim in whole panels; and so the widths of what matrices write:
+    size_t dim_stride, q_stride, kv_stride, hidden_stride, vocab_stride;
     float *x;         // [max_rows, dim_stride]      the residual stream
     Activations in;   // [max_rows, widest]          what the next matrices multiply
     float *q;         // [max_rows, q_stride]
@@ -1115,28 +1388,28 @@ typedef struct {
     float *gate, *up; // [max_rows, hidden_stride]
     float *turns;     // [max_rows, head_dim]        RoPE: cos and sin at each row's position
     float *logits;    // [max_logits, vocab_stride]
-    int *wanted;      // [max_logits] the rows they belong to
+    int *wanted;      // [max_logits]                the rows they belong to
     Span *spans;      // [max_rows]
     int n_wanted, n_spans;
     Scratch *scratch; // [n_threads]
     float *cache;     // [n_seqs, n_layers, n_kv_heads, keys then values]
 } Session;
 
-// Floats of keys and values of one kv head.
-static size_t cache_run(const Session *s) {
-    return product(s->cache_positions, (size_t)s->model->config.head_dim + s->v_stride, "key/value cache");
+// Floats of the key and value of one position in one kv head.
+static size_t cache_position_floats(const Config *c) {
+    return (size_t)c->head_dim + pad((size_t)c->head_dim, PANEL);
 }
 
 static size_t cache_floats(const Session *s) {
     const Config *c = &s->model->config;
     size_t runs = product(product((size_t)s->n_seqs, (size_t)c->n_layers, "cache"), (size_t)c->n_kv_heads, "cache");
-    return product(runs, cache_run(s), "key/value cache");
+    return product(runs, s->head_floats, "key/value cache");
 }
 
 static float *cache_keys(const Session *s, int seq, int layer, int kv_head) {
     const Config *c = &s->model->config;
-    size_t run = ((size_t)seq * (size_t)c->n_layers + (size_t)layer) * (size_t)c->n_kv_heads + (size_t)kv_head;
-    return s->cache + run * cache_run(s);
+    size_t head = ((size_t)seq * (size_t)c->n_layers + (size_t)layer) * (size_t)c->n_kv_heads + (size_t)kv_head;
+    return s->cache + head * s->head_floats;
 }
 
 static float *cache_values(const Session *s, int seq, int layer, int kv_head) {
@@ -1155,10 +1428,10 @@ static void cache_store(float *keys, float *values, size_t v_stride, int pos, co
 static Session *session_open(const Model *m, int n_ctx, int n_seqs, int max_rows, int max_logits, int n_threads) {
     const Config *c = &m->config;
     Session *s = alloc(1, sizeof *s, "session");
-    *s =
-        (Session){.model = m, .n_seqs = n_seqs, .max_rows = max_rows, .max_logits = max_logits, .n_threads = n_threads};
-    s->n_ctx = n_ctx;
+    *s = (Session){.model = m, .n_ctx = n_ctx, .n_seqs = n_seqs, .max_rows = max_rows, .max_logits = max_logits};
+    s->n_threads = n_threads;
     s->cache_positions = pad((size_t)n_ctx, PANEL);
+    s->head_floats = product(s->cache_positions, cache_position_floats(c), "key/value cache");
     s->dim_stride = pad((size_t)c->dim, PANEL);
     s->q_stride = pad((size_t)q_dim(c), PANEL);
     s->kv_stride = pad((size_t)kv_dim(c), PANEL);
@@ -1178,7 +1451,7 @@ static Session *session_open(const Model *m, int n_ctx, int n_seqs, int max_rows
     s->turns = alloc(n * (size_t)c->head_dim, sizeof(float), "activations");
     size_t widest = pad((size_t)max_int(max_int(c->dim, c->hidden_dim), q_dim(c)), BLOCK);
     s->in = (Activations){.stride = widest, .f = alloc(n * widest, sizeof(float), "activations")};
-    if (m->any_int8) {
+    if (m->any_quantized) {
         s->in.q = alloc(n * widest, 1, "activations");
         s->in.scale = alloc(n * widest / BLOCK, sizeof(float), "activations");
         s->in.sum = alloc(n * widest / 16, sizeof(int32_t), "activations");
@@ -1200,7 +1473,7 @@ static Session *session_open(const Model *m, int n_ctx, int n_seqs, int max_rows
         t->sum = t->max + queries;
         t->rescale = t->sum + queries;
     }
-    s->cache = alloc_pages(cache_floats(s), sizeof(float), "key/value cache");
+    s->cache = alloc_pages(cache_floats(s), sizeof(float), "the key/value cache (a smaller --context takes less)");
     return s;
 }
 
@@ -1227,6 +1500,24 @@ static long first_number(const char *path) {
     return n;
 }
 
+// Whole processors' worth of time that the control group `path` (as in /proc/self/cgroup) and those around it allow:
+// cpu.max says "200000 100000" for two, or "max 100000".
+static int cgroup_processors(char *path) {
+    int allowed = INT_MAX;
+    for (;;) {
+        char name[640];
+        long quota, period;
+        snprintf(name, sizeof name, "/sys/fs/cgroup%s/cpu.max", path);
+        FILE *file = fopen(name, "r");
+        if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && period > 0)
+            allowed = min_int(allowed, max_int(1, (int)(quota / period)));
+        if (file) fclose(file);
+        char *slash = strrchr(path, '/');
+        if (!slash) return allowed;
+        *slash = 0;
+    }
+}
+
 static int default_threads(void) {
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
@@ -1239,12 +1530,11 @@ static int default_threads(void) {
         long lowest = first_number(path);
         if (lowest < 0 || lowest == cpu || lowest >= CPU_SETSIZE || !CPU_ISSET((int)lowest, &allowed)) cores++;
     }
-    long quota, period;
-    FILE *limit = fopen("/sys/fs/cgroup/cpu.max", "r"); // "200000 100000": two cores' worth of time; or "max 100000"
-    if (limit && fscanf(limit, "%ld %ld", &quota, &period) == 2 && period > 0)
-        cores = min_int(cores, max_int(1, (int)(quota / period)));
-    if (limit) fclose(limit);
-    return max_int(1, cores);
+    char group[512] = "";
+    FILE *file = fopen("/proc/self/cgroup", "r"); // the line of version 2 is "0::/path"
+    if (file && fscanf(file, "0::%511s", group) != 1) group[0] = 0;
+    if (file) fclose(file);
+    return max_int(1, min_int(cores, cgroup_processors(group)));
 }
 #else
 static int default_threads(void) {
@@ -1265,26 +1555,30 @@ static void embed(Session *s, const Row *rows, int n) {
 #pragma omp for schedule(static)
     for (int r = 0; r < n; r++) {
         matrix_row(s->x + (size_t)r * s->dim_stride, &m->embed, rows[r].token);
-        rope_turns(s->turns + (size_t)r * (size_t)m->config.head_dim, m->rope_freqs, m->config.head_dim, rows[r].pos);
+        rope_turns(s->turns + (size_t)r * (size_t)m->config.head_dim, m, rows[r].pos);
     }
 }
 
-// in = rmsnorm(x) of each row
-static void norm_rows(Session *s, const float *weight, int n) {
+// Row `to` of in = rmsnorm(row `from` of x)
+static void norm_row(Session *s, const float *weight, int from, int to) {
     const Config *c = &s->model->config;
+    rmsnorm(s->in.f + (size_t)to * s->in.stride, s->x + (size_t)from * s->dim_stride, weight, c->dim, c->norm_eps);
+    quantize_row(&s->in, to, c->dim);
+}
+
+static void norm_rows(Session *s, const float *weight, int n) {
+#pragma omp for schedule(static)
+    for (int r = 0; r < n; r++) norm_row(s, weight, r, r);
+}
+
+// x += branch + bias, the residual connection. bias: [dim] or NULL
+static void add_branch(Session *s, const float *bias, int n) {
 #pragma omp for schedule(static)
     for (int r = 0; r < n; r++) {
-        rmsnorm(s->in.f + (size_t)r * s->in.stride, s->x + (size_t)r * s->dim_stride, weight, c->dim, c->norm_eps);
-        if (s->model->any_int8) quantize_row(&s->in, r, c->dim);
+        float *x = s->x + (size_t)r * s->dim_stride, *branch = s->branch + (size_t)r * s->dim_stride;
+        for (int i = 0; bias && i < s->model->config.dim; i++) branch[i] += bias[i];
+        for (size_t i = 0; i < s->dim_stride; i++) x[i] += branch[i];
     }
-}
-
-// x += branch, the residual connection
-static void add_branch(Session *s, int n) {
-#pragma omp for schedule(static)
-    for (int r = 0; r < n; r++)
-        for (size_t i = 0; i < s->dim_stride; i++)
-            s->x[(size_t)r * s->dim_stride + i] += s->branch[(size_t)r * s->dim_stride + i];
 }
 
 // One head's query or key: bias and norm where the model has them, then RoPE. x, bias: [head_dim]
@@ -1331,7 +1625,8 @@ static void softmax_block(float *scores, int n, int from, int to, float *max, fl
 // Attention of the queries of one span that share a kv head:
 //     out = softmax(q . k^T / sqrt(head_dim)) . v     over the positions that the query's row may see
 // Ref: Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 for the sharing. Blocks of positions in which no query of the span
-// sees anything are skipped; a position that one query may not see gets weight 0 there, which changes nothing.
+// sees anything are skipped; a position that one query may not see gets weight 0 there, which changes nothing (as long as
+// its value is a finite number; else the model is broken, and its logits will say so).
 static void attend(const Session *s, Scratch *t, int layer, int kv_head, const Row *rows, Span span) {
     const Config *c = &s->model->config;
     int hd = c->head_dim, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
@@ -1350,16 +1645,16 @@ static void attend(const Session *s, Scratch *t, int layer, int kv_head, const R
     int start = c->sliding_window ? max_int(0, first->pos - c->sliding_window + 1) : 0, end = first->pos + span.count;
     for (int b = start / ATTENTION_BLOCK * ATTENTION_BLOCK; b < end; b += ATTENTION_BLOCK) {
         int n = min_int(ATTENTION_BLOCK, end - b), padded = (int)pad((size_t)n, PANEL);
-        multiply_f32(padded / PANEL, n_queries, keys + (size_t)b * (size_t)hd, PANEL, (size_t)hd * PANEL, hd, t->q,
-                     (size_t)hd, t->scores, ATTENTION_BLOCK);
+        FloatPanels k = {F32, keys + (size_t)b * (size_t)hd, PANEL, (size_t)hd * PANEL, hd};
+        multiply_float(padded / PANEL, n_queries, k, t->q, (size_t)hd, t->scores, ATTENTION_BLOCK);
         for (int i = 0; i < n_queries; i++) {
             int pos = first->pos + i / group, oldest = c->sliding_window ? pos - c->sliding_window + 1 : 0;
             int from = max_int(oldest - b, 0), to = min_int(pos + 1 - b, n);
             softmax_block(t->scores + (size_t)i * ATTENTION_BLOCK, padded, from, to, &t->max[i], &t->sum[i],
                           &t->rescale[i]);
         }
-        multiply_f32((int)s->v_stride / PANEL, n_queries, values + (size_t)b * s->v_stride, s->v_stride, PANEL, n,
-                     t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
+        FloatPanels v = {F32, values + (size_t)b * s->v_stride, s->v_stride, PANEL, n};
+        multiply_float((int)s->v_stride / PANEL, n_queries, v, t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
         for (int i = 0; i < n_queries; i++)
             for (size_t j = (size_t)i * s->v_stride; j < (size_t)(i + 1) * s->v_stride; j++)
                 t->out[j] = fma1(t->out[j], t->rescale[i], t->part[j]);
@@ -1369,12 +1664,6 @@ static void attend(const Session *s, Scratch *t, int layer, int kv_head, const R
                      (size_t)(kv_head * group + i % group) * (size_t)hd;
         for (int j = 0; j < hd; j++) out[j] = t->out[(size_t)i * s->v_stride + (size_t)j] / t->sum[i];
     }
-}
-
-static void quantize_rows(Session *s, int n, int cols) {
-    if (!s->model->any_int8) return;
-#pragma omp for schedule(static)
-    for (int r = 0; r < n; r++) quantize_row(&s->in, r, cols);
 }
 
 // x += Wo attention(Wq norm(x), Wk norm(x), Wv norm(x))
@@ -1389,9 +1678,10 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
     for (int i = 0; i < s->n_spans * s->model->config.n_kv_heads; i++)
         attend(s, &s->scratch[omp_get_thread_num()], layer, i % s->model->config.n_kv_heads, rows,
                s->spans[i / s->model->config.n_kv_heads]);
-    quantize_rows(s, n, q_dim(&s->model->config));
+#pragma omp for schedule(static)
+    for (int r = 0; r < n; r++) quantize_row(&s->in, r, q_dim(&s->model->config));
     matmul(s->branch, s->dim_stride, &s->in, n, &a->o);
-    add_branch(s, n);
+    add_branch(s, a->o_bias, n);
 }
 
 // x += Wdown (silu(Wgate norm(x)) * Wup norm(x))
@@ -1405,28 +1695,28 @@ static void feed_forward(Session *s, int layer, int n) {
     for (int r = 0; r < n; r++) {
         size_t at = (size_t)r * s->hidden_stride;
         swiglu(s->in.f + (size_t)r * s->in.stride, s->gate + at, s->up + at, c->hidden_dim);
-        if (s->model->any_int8) quantize_row(&s->in, r, c->hidden_dim);
+        quantize_row(&s->in, r, c->hidden_dim);
     }
     matmul(s->branch, s->dim_stride, &s->in, n, &a->down);
-    add_branch(s, n);
+    add_branch(s, NULL, n);
 }
 
 // logits = Woutput norm(x), for the rows that want them, in their order
 static void classify(Session *s) {
     const Model *m = s->model;
 #pragma omp for schedule(static)
-    for (int i = 0; i < s->n_wanted; i++) {
-        rmsnorm(s->in.f + (size_t)i * s->in.stride, s->x + (size_t)s->wanted[i] * s->dim_stride, m->final_norm,
-                m->config.dim, m->config.norm_eps);
-        if (m->any_int8) quantize_row(&s->in, i, m->config.dim);
-    }
+    for (int i = 0; i < s->n_wanted; i++) norm_row(s, m->final_norm, s->wanted[i], i);
     matmul(s->logits, s->vocab_stride, &s->in, s->n_wanted, &m->output);
 }
 
 // Which rows want logits, and which neighbours are one span: same sequence, ascending positions.
 static void plan_rows(Session *s, const Row *rows, int n) {
     s->n_wanted = s->n_spans = 0;
+    assert(n <= s->max_rows);
     for (int r = 0; r < n; r++) {
+        assert(rows[r].token >= 0 && rows[r].token < s->model->config.vocab_size);
+        assert(rows[r].pos >= 0 && rows[r].pos < s->n_ctx && rows[r].seq >= 0 && rows[r].seq < s->n_seqs);
+        assert(!rows[r].want_logits || s->n_wanted < s->max_logits);
         if (rows[r].want_logits) s->wanted[s->n_wanted++] = r;
         Span *last = s->n_spans ? &s->spans[s->n_spans - 1] : NULL;
         bool joins = last && last->count < s->span_rows && rows[r].seq == rows[last->first].seq &&
@@ -1452,18 +1742,937 @@ static void forward(Session *s, const Row *rows, int n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §8 Tokenizer
+// §8 GGUF
+//
+// The format of the llama.cpp world, versions 2 and 3: metadata as keys and values, then tensors with names.
+//
+//   "GGUF", uint32 version, uint64 n_tensors, uint64 n_keys
+//   n_keys times:     string key, uint32 type, value          a string is a uint64 length and bytes;
+//   n_tensors times:  string name, uint32 n_dims, uint64 dims[n_dims] (columns first), uint32 format, uint64 offset
+//   zeros up to a multiple of general.alignment (32 unless said); then the data, to which the offsets count
+//
+// An array value is a uint32 type, a uint64 length and the elements. Ref: the GGUF specification in ggml's docs.
+
+typedef enum { G_U8, G_I8, G_U16, G_I16, G_U32, G_I32, G_F32, G_BOOL, G_STRING, G_ARRAY, G_U64, G_I64, G_F64 } GgufType;
+
+typedef struct {
+    const char *text; // not terminated
+    size_t len;
+} String;
+
+typedef struct {
+    String key;
+    GgufType type, element; // element: of an array
+    uint64_t n;             // elements of an array, else 1
+    size_t pos;             // of the value in the file
+} GgufKey;
+
+typedef struct {
+    String name;
+    const Format *format;
+    int rows, cols; // a vector has one row
+    const uint8_t *data;
+    size_t bytes;
+    bool used;
+} GgufTensor;
+
+typedef struct {
+    const Mapping *file;
+    int version;
+    int n_keys, n_tensors;
+    GgufKey *keys;       // sorted by key
+    GgufTensor *tensors; // sorted by name
+} Gguf;
+
+static uint32_t reader_u32(Reader *r, const char *what) {
+    return (uint32_t)reader_i32(r, what);
+}
+
+static uint64_t reader_u64(Reader *r, const char *what) {
+    uint64_t value;
+    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
+    return value;
+}
+
+static String reader_string(Reader *r, const char *what) {
+    uint64_t len = reader_u64(r, what);
+    return (String){(const char *)reader_take(r, len, what), len};
+}
+
+// A count of things that take at least `least` bytes each, so that there cannot be more than fit in the file.
+static uint64_t reader_count(Reader *r, size_t least, const char *what) {
+    size_t at = r->pos;
+    uint64_t n = reader_u64(r, what);
+    if (n > (r->size - r->pos) / least || n > INT_MAX)
+        die("%s: %s at offset %zu: expected at most %zu, as the file has %zu bytes, got %llu", r->path, what, at,
+            (r->size - r->pos) / least, r->size, (unsigned long long)n);
+    return n;
+}
+
+static int compare_strings(String a, String b) {
+    int order = memcmp(a.text, b.text, a.len < b.len ? a.len : b.len);
+    return order ? order : (a.len > b.len) - (a.len < b.len);
+}
+
+static bool string_is(String s, const char *text) {
+    return s.len == strlen(text) && !memcmp(s.text, text, s.len);
+}
+
+static int compare_keys(const void *a, const void *b) {
+    return compare_strings(((const GgufKey *)a)->key, ((const GgufKey *)b)->key);
+}
+
+static int compare_tensor_names(const void *a, const void *b) {
+    return compare_strings(((const GgufTensor *)a)->name, ((const GgufTensor *)b)->name);
+}
+
+static int compare_tensor_data(const void *a, const void *b) {
+    const uint8_t *x = ((const GgufTensor *)a)->data, *y = ((const GgufTensor *)b)->data;
+    return (x > y) - (x < y);
+}
+
+// Bytes of a value of fixed size; 0 for strings, arrays and unknown types.
+static size_t gguf_type_bytes(uint32_t type) {
+    static const uint8_t bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    return type < sizeof bytes ? bytes[type] : 0;
+}
+
+static void gguf_skip_value(Reader *r, String key, uint32_t type, uint64_t n) {
+    if (type == G_STRING)
+        for (uint64_t i = 0; i < n; i++) reader_string(r, "a string value");
+    else if (!gguf_type_bytes(type))
+        die("%s: key %.*s: expected a value type of GGUF, got %u", r->path, (int)key.len, key.text, type);
+    else reader_take(r, product(n, gguf_type_bytes(type), "a GGUF value"), "a value");
+}
+
+static void gguf_read_keys(Gguf *g, Reader *r) {
+    g->keys = alloc((size_t)g->n_keys, sizeof *g->keys, "GGUF keys");
+    for (int i = 0; i < g->n_keys; i++) {
+        GgufKey *k = &g->keys[i];
+        k->key = reader_string(r, "a key");
+        if (k->key.len > 65535)
+            die("%s: key %d: expected a name of at most 65535 bytes, got %zu", r->path, i, k->key.len);
+        uint32_t type = reader_u32(r, "type of a value");
+        k->type = (GgufType)type;
+        k->n = 1;
+        if (type == G_ARRAY) {
+            uint32_t element = reader_u32(r, "type of an array");
+            k->element = (GgufType)element;
+            k->n = reader_count(r, element == G_STRING ? 8 : 1, "length of an array");
+            k->pos = r->pos;
+            gguf_skip_value(r, k->key, element, k->n);
+        } else {
+            k->pos = r->pos;
+            gguf_skip_value(r, k->key, type, 1);
+        }
+    }
+    qsort(g->keys, (size_t)g->n_keys, sizeof *g->keys, compare_keys);
+    for (int i = 1; i < g->n_keys; i++)
+        if (!compare_keys(&g->keys[i - 1], &g->keys[i]))
+            die("%s: key %.*s is there twice", r->path, (int)g->keys[i].key.len, g->keys[i].key.text);
+}
+
+static const GgufKey *gguf_find(const Gguf *g, const char *key) {
+    GgufKey wanted = {.key = {key, strlen(key)}};
+    return g->n_keys ? bsearch(&wanted, g->keys, (size_t)g->n_keys, sizeof wanted, compare_keys) : NULL;
+}
+
+// A number of any type, or `otherwise` where the key is missing.
+static double gguf_number(const Gguf *g, const char *key, double otherwise) {
+    const GgufKey *k = gguf_find(g, key);
+    if (!k) return otherwise;
+    union {
+        uint64_t u64;
+        int64_t i64;
+        double f64;
+        float f32;
+        uint32_t u32;
+        int32_t i32;
+        uint16_t u16;
+        int16_t i16;
+        uint8_t u8;
+        int8_t i8;
+    } v = {0};
+    size_t n = gguf_type_bytes(k->type);
+    memcpy(&v, g->file->data + k->pos, n);
+    switch (k->type) {
+    case G_U8:
+    case G_BOOL: return v.u8;
+    case G_I8: return v.i8;
+    case G_U16: return v.u16;
+    case G_I16: return v.i16;
+    case G_U32: return v.u32;
+    case G_I32: return v.i32;
+    case G_F32: return (double)v.f32;
+    case G_U64: return (double)v.u64;
+    case G_I64: return (double)v.i64;
+    case G_F64: return v.f64;
+    default: die("%s: key %s: expected a number", g->file->path, key);
+    }
+}
+
+// A whole number in the range of int; missing: `otherwise`.
+static int gguf_int(const Gguf *g, const char *key, int otherwise) {
+    double x = gguf_number(g, key, otherwise);
+    if (!(x >= INT_MIN && x <= INT_MAX) || x != floor(x))
+        die("%s: key %s: expected a whole number of 31 bits, got %g", g->file->path, key, x);
+    return (int)x;
+}
+
+static String gguf_string(const Gguf *g, const char *key) {
+    const GgufKey *k = gguf_find(g, key);
+    if (!k) return (String){"", 0};
+    if (k->type != G_STRING) die("%s: key %s: expected a string", g->file->path, key);
+    Reader r = {g->file->path, g->file->data, g->file->size, k->pos};
+    return reader_string(&r, key);
+}
+
+// A Reader at the elements of an array of this element type, and their number; 0 where the key is missing.
+static uint64_t gguf_array(const Gguf *g, const char *key, GgufType element, Reader *r) {
+    const GgufKey *k = gguf_find(g, key);
+    *r = (Reader){g->file->path, g->file->data, g->file->size, k ? k->pos : 0};
+    if (!k) return 0;
+    if (k->type != G_ARRAY || k->element != element)
+        die("%s: key %s: expected an array of type %d, got type %d of %d", g->file->path, key, element, k->type,
+            k->element);
+    return k->n;
+}
+
+// Name, format and shape of one tensor; its data once the offset of all data is known.
+static uint64_t gguf_read_tensor(GgufTensor *t, Reader *r) {
+    t->name = reader_string(r, "name of a tensor");
+    if (t->name.len > 65535) die("%s: a tensor's name has %zu bytes", r->path, t->name.len);
+    uint32_t n_dims = reader_u32(r, "dimensions of a tensor");
+    uint64_t dims[4] = {1, 1, 1, 1};
+    if (n_dims < 1 || n_dims > 4)
+        die("%s: tensor %.*s: expected 1 to 4 dimensions, got %u", r->path, (int)t->name.len, t->name.text, n_dims);
+    for (uint32_t i = 0; i < n_dims; i++) dims[i] = reader_u64(r, "shape of a tensor");
+    if (dims[2] != 1 || dims[3] != 1 || dims[0] < 1 || dims[0] > 1 << 24 || dims[1] < 1 || dims[1] > 1 << 24)
+        die("%s: tensor %.*s: expected a vector or matrix of at most 2^24 rows and columns, got [%llu, %llu, %llu, "
+            "%llu]",
+            r->path, (int)t->name.len, t->name.text, (unsigned long long)dims[3], (unsigned long long)dims[2],
+            (unsigned long long)dims[1], (unsigned long long)dims[0]);
+    t->cols = (int)dims[0];
+    t->rows = (int)dims[1];
+    uint32_t id = reader_u32(r, "format of a tensor");
+    t->format = format_by_id(id);
+    if (!t->format)
+        die("%s: tensor %.*s: its format, number %u, is none of those this program knows (F32 F16 BF16 Q8_0 Q4_0 Q4_1 "
+            "Q5_0 "
+            "Q5_1 Q4_K Q5_K Q6_K)",
+            r->path, (int)t->name.len, t->name.text, id);
+    if (t->cols % t->format->columns)
+        die("%s: tensor %.*s: expected rows of whole %s blocks of %d, got rows of %d", r->path, (int)t->name.len,
+            t->name.text, t->format->name, t->format->columns, t->cols);
+    t->bytes = (size_t)t->rows * (size_t)(t->cols / t->format->columns) * (size_t)t->format->bytes;
+    return reader_u64(r, "offset of a tensor");
+}
+
+static void gguf_read_tensors(Gguf *g, Reader *r) {
+    g->tensors = alloc((size_t)g->n_tensors, sizeof *g->tensors, "tensors");
+    uint64_t *offsets = alloc((size_t)g->n_tensors, sizeof *offsets, "tensors");
+    for (int i = 0; i < g->n_tensors; i++) offsets[i] = gguf_read_tensor(&g->tensors[i], r);
+    int alignment = gguf_int(g, "general.alignment", 32);
+    if (alignment < 1 || alignment > 1 << 20 || (alignment & (alignment - 1)))
+        die("%s: key general.alignment: expected a power of two, got %d", r->path, alignment);
+    size_t begin = pad(r->pos, (size_t)alignment), room = begin < r->size ? r->size - begin : 0;
+    for (int i = 0; i < g->n_tensors; i++) {
+        GgufTensor *t = &g->tensors[i];
+        if (offsets[i] % (uint64_t)alignment || offsets[i] > room || t->bytes > room - offsets[i])
+            die("%s: tensor %.*s: expected %zu bytes at a multiple of %d within the %zu bytes of data, got offset "
+                "%llu: "
+                "the file is truncated or damaged",
+                r->path, (int)t->name.len, t->name.text, t->bytes, alignment, room, (unsigned long long)offsets[i]);
+        t->data = r->data + begin + offsets[i];
+    }
+    free(offsets);
+    qsort(g->tensors, (size_t)g->n_tensors, sizeof *g->tensors, compare_tensor_data);
+    for (int i = 1; i < g->n_tensors; i++) {
+        const GgufTensor *a = &g->tensors[i - 1], *b = &g->tensors[i];
+        if (a->data + a->bytes > b->data)
+            die("%s: tensors %.*s and %.*s overlap", r->path, (int)a->name.len, a->name.text, (int)b->name.len,
+                b->name.text);
+    }
+    qsort(g->tensors, (size_t)g->n_tensors, sizeof *g->tensors, compare_tensor_names);
+    for (int i = 1; i < g->n_tensors; i++)
+        if (!compare_tensor_names(&g->tensors[i - 1], &g->tensors[i]))
+            die("%s: tensor %.*s is there twice", r->path, (int)g->tensors[i].name.len, g->tensors[i].name.text);
+}
+
+// The header of a file: all keys, all tensors, everything within bounds.
+static Gguf *gguf_open(const Mapping *file) {
+    Gguf *g = alloc(1, sizeof *g, "GGUF");
+    Reader r = {file->path, file->data, file->size, 0};
+    reader_take(&r, 4, "magic");
+    uint32_t version = reader_u32(&r, "version");
+    if (version == 2u << 24 || version == 3u << 24)
+        die("%s: a big-endian GGUF file; expected a little-endian one", r.path);
+    if (version != 2 && version != 3) die("%s: expected GGUF version 2 or 3, got %u", r.path, version);
+    *g = (Gguf){.file = file, .version = (int)version};
+    g->n_tensors = (int)reader_count(&r, 24, "number of tensors");
+    g->n_keys = (int)reader_count(&r, 12, "number of keys");
+    gguf_read_keys(g, &r);
+    gguf_read_tensors(g, &r);
+    return g;
+}
+
+static void gguf_free(Gguf *g) {
+    if (!g) return;
+    free(g->keys);
+    free(g->tensors);
+    free(g);
+}
+
+// The tensor of this name, marked as used, or NULL. layer < 0: not of a layer.
+static GgufTensor *gguf_tensor(Gguf *g, int layer, const char *name) {
+    char full[80];
+    if (layer < 0) snprintf(full, sizeof full, "%s", name);
+    else snprintf(full, sizeof full, "blk.%d.%s", layer, name);
+    GgufTensor wanted = {.name = {full, strlen(full)}};
+    GgufTensor *t =
+        g->n_tensors ? bsearch(&wanted, g->tensors, (size_t)g->n_tensors, sizeof wanted, compare_tensor_names) : NULL;
+    if (t) t->used = true;
+    return t;
+}
+
+// The tensor of this name and shape; `rows` 0: a vector.
+static const GgufTensor *gguf_need(Gguf *g, int layer, const char *name, int rows, int cols) {
+    const GgufTensor *t = gguf_tensor(g, layer, name);
+    char place[32] = "";
+    if (layer >= 0) snprintf(place, sizeof place, "blk.%d.", layer);
+    if (!t) die("%s: tensor %s%s is missing", g->file->path, place, name);
+    if (t->rows != max_int(rows, 1) || t->cols != cols)
+        die("%s: tensor %s%s: expected [%d, %d], got [%d, %d]", g->file->path, place, name, max_int(rows, 1), cols,
+            t->rows, t->cols);
+    return t;
+}
+
+static Matrix gguf_matrix(Model *m, Gguf *g, int layer, const char *name, int rows, int cols, int turn_halves) {
+    const GgufTensor *t = gguf_need(g, layer, name, rows, cols);
+    Source s = {.format = t->format, .weights = t->data, .turn_halves = turn_halves};
+    Matrix w;
+    if (step_columns(t->format->type) == 2 && cols % 2) { // half a step: rare enough to become floats
+        float *values = alloc_pages((size_t)rows * (size_t)cols, sizeof *values, name);
+        for (int r = 0; r < rows; r++)
+            unpack_row(t->format, t->data + (size_t)r * (size_t)cols * 2, cols, values + (size_t)r * (size_t)cols);
+        s.format = format_by_id(0);
+        s.weights = (const uint8_t *)values;
+        w = matrix_load(m, rows, cols, s);
+        free_pages(values, (size_t)rows * (size_t)cols, sizeof *values);
+    } else {
+        w = matrix_load(m, rows, cols, s);
+    }
+    mapping_release(g->file, t->data, t->bytes);
+    return w;
+}
+
+// A norm or bias as floats; NULL where it may be missing and is.
+static float *gguf_vector(Gguf *g, int layer, const char *name, int n, int turn_halves, bool optional) {
+    if (optional && !gguf_tensor(g, layer, name)) return NULL;
+    const GgufTensor *t = gguf_need(g, layer, name, 0, n);
+    float *file = alloc((size_t)n, sizeof *file, name), *out = alloc((size_t)n, sizeof *out, name);
+    unpack_row(t->format, t->data, n, file);
+    Source order = {.turn_halves = turn_halves};
+    for (int i = 0; i < n; i++) out[i] = file[source_row(&order, i)];
+    free(file);
+    return out;
+}
+
+// `key` of the file's architecture, as "llama.context_length".
+static const char *gguf_arch_key(const Gguf *g, char out[96], const char *key) {
+    String arch = gguf_string(g, "general.architecture");
+    snprintf(out, 96, "%.*s.%s", (int)min_int((int)arch.len, 40), arch.text, key);
+    return out;
+}
+
+static int gguf_arch_int(const Gguf *g, const char *key, int otherwise) {
+    char name[96];
+    return gguf_int(g, gguf_arch_key(g, name, key), otherwise);
+}
+
+static double gguf_arch_number(const Gguf *g, const char *key, double otherwise) {
+    char name[96];
+    return gguf_number(g, gguf_arch_key(g, name, key), otherwise);
+}
+
+static void gguf_rope(const Gguf *g, Config *c) {
+    char key[96];
+    c->rope_base = gguf_arch_number(g, "rope.freq_base", 10000);
+    c->rope_factor = gguf_arch_number(g, "rope.scaling.factor", 1);
+    c->rope_n_ctx = gguf_arch_int(g, "rope.scaling.original_context_length", c->n_ctx_train);
+    String type = gguf_string(g, gguf_arch_key(g, key, "rope.scaling.type"));
+    if (string_is(type, "linear")) c->rope_scaling = ROPE_LINEAR;
+    else if (string_is(type, "yarn")) c->rope_scaling = ROPE_YARN;
+    else if (type.len && !string_is(type, "none") && !string_is(type, "llama3"))
+        die("%s: key %s: expected none, linear, llama3 or yarn, got %.*s", g->file->path, key, (int)type.len,
+            type.text);
+    int turned = gguf_arch_int(g, "rope.dimension_count", c->head_dim);
+    if (turned != c->head_dim)
+        die("%s: RoPE turns %d of %d dimensions of a head; expected all", g->file->path, turned, c->head_dim);
+    if (!(c->rope_base > 1 && isfinite(c->rope_base)) || !(c->rope_factor >= 1e-3 && c->rope_factor <= 1e6) ||
+        c->rope_n_ctx < 1)
+        die("%s: RoPE: expected a base above 1 and a factor above 0, got %g and %g", g->file->path, c->rope_base,
+            c->rope_factor);
+}
+
+// The hyperparameters, from the metadata; a file with a vocabulary alone may lack them.
+static Config gguf_config(const Gguf *g) {
+    Config c = {.rope_factor = 1};
+    String arch = gguf_string(g, "general.architecture");
+    bool qwen = string_is(arch, "qwen2") || string_is(arch, "qwen3");
+    if (!string_is(arch, "llama") && !qwen)
+        die("%s: this GGUF file's architecture: expected llama, qwen2 or qwen3, got '%.*s'", g->file->path,
+            (int)min_int((int)arch.len, 40), arch.text);
+    c.dim = gguf_arch_int(g, "embedding_length", 0);
+    c.hidden_dim = gguf_arch_int(g, "feed_forward_length", 0);
+    c.n_layers = gguf_arch_int(g, "block_count", 0);
+    c.n_heads = gguf_arch_int(g, "attention.head_count", 0);
+    c.n_kv_heads = gguf_arch_int(g, "attention.head_count_kv", c.n_heads);
+    c.head_dim = gguf_arch_int(g, "attention.key_length", c.n_heads > 0 ? c.dim / c.n_heads : 0);
+    c.n_ctx_train = gguf_arch_int(g, "context_length", 0);
+    c.sliding_window = max_int(0, gguf_arch_int(g, "attention.sliding_window", 0));
+    c.norm_eps = (float)gguf_arch_number(g, "attention.layer_norm_rms_epsilon", 1e-5);
+    c.rope_halves = qwen;
+    const GgufKey *tokens = gguf_find(g, "tokenizer.ggml.tokens");
+    c.vocab_size = tokens ? (int)min_int((int)tokens->n, INT_MAX) : gguf_arch_int(g, "vocab_size", 0);
+    if (gguf_arch_int(g, "attention.value_length", c.head_dim) != c.head_dim)
+        die("%s: keys and values have different widths; expected the same", g->file->path);
+    if (gguf_arch_int(g, "expert_count", 0) > 0) die("%s: a mixture of experts; expected a dense model", g->file->path);
+    if (!(c.norm_eps >= 0 && c.norm_eps < 1))
+        die("%s: expected a norm epsilon from 0 to 1, got %g", g->file->path, (double)c.norm_eps);
+    gguf_rope(g, &c);
+    return c;
+}
+
+static void gguf_layer(Model *m, Gguf *g, int l) {
+    const Config *c = &m->config;
+    Layer *a = &m->layers[l];
+    int q = q_dim(c), kv = kv_dim(c), turn = c->rope_halves ? c->head_dim : 0;
+    a->attn_norm = gguf_vector(g, l, "attn_norm.weight", c->dim, 0, false);
+    a->ffn_norm = gguf_vector(g, l, "ffn_norm.weight", c->dim, 0, false);
+    a->q = gguf_matrix(m, g, l, "attn_q.weight", q, c->dim, turn);
+    a->k = gguf_matrix(m, g, l, "attn_k.weight", kv, c->dim, turn);
+    a->v = gguf_matrix(m, g, l, "attn_v.weight", kv, c->dim, 0);
+    a->o = gguf_matrix(m, g, l, "attn_output.weight", c->dim, q, 0);
+    a->q_bias = gguf_vector(g, l, "attn_q.bias", q, turn, true);
+    a->k_bias = gguf_vector(g, l, "attn_k.bias", kv, turn, true);
+    a->v_bias = gguf_vector(g, l, "attn_v.bias", kv, 0, true);
+    a->o_bias = gguf_vector(g, l, "attn_output.bias", c->dim, 0, true);
+    a->q_norm = gguf_vector(g, l, "attn_q_norm.weight", c->head_dim, turn, true);
+    a->k_norm = gguf_vector(g, l, "attn_k_norm.weight", c->head_dim, turn, true);
+    a->gate = gguf_matrix(m, g, l, "ffn_gate.weight", c->hidden_dim, c->dim, 0);
+    a->up = gguf_matrix(m, g, l, "ffn_up.weight", c->hidden_dim, c->dim, 0);
+    a->down = gguf_matrix(m, g, l, "ffn_down.weight", c->dim, c->hidden_dim, 0);
+}
+
+static void gguf_load(Model *m, Gguf *g) {
+    Config *c = &m->config;
+    *c = gguf_config(g);
+    String name = gguf_string(g, "general.name");
+    snprintf(m->name, sizeof m->name, "%.*s", (int)min_int((int)name.len, 79), name.text);
+    const GgufTensor *embed = gguf_tensor(g, -1, "token_embd.weight");
+    if (!embed) die("%s: tensor token_embd.weight is missing: a vocabulary without a model?", g->file->path);
+    snprintf(m->format, sizeof m->format, "GGUF version %d, %s", g->version, embed->format->name);
+    c->vocab_size = embed->rows;
+    config_check(c, g->file->path, "GGUF model");
+    m->layers = alloc((size_t)c->n_layers, sizeof *m->layers, "layers");
+    m->embed = gguf_matrix(m, g, -1, "token_embd.weight", c->vocab_size, c->dim, 0);
+    m->tied = !gguf_tensor(g, -1, "output.weight");
+    m->output = m->tied ? m->embed : gguf_matrix(m, g, -1, "output.weight", c->vocab_size, c->dim, 0);
+    m->final_norm = gguf_vector(g, -1, "output_norm.weight", c->dim, 0, false);
+    for (int l = 0; l < c->n_layers; l++) gguf_layer(m, g, l);
+    float *divisors = gguf_vector(g, -1, "rope_freqs.weight", c->head_dim / 2, 0, true);
+    rope_prepare(m, (const uint8_t *)divisors);
+    free(divisors);
+    for (int i = 0; i < g->n_tensors; i++) // a tensor that nobody asked for belongs to a network that is not this one
+        if (!g->tensors[i].used)
+            die("%s: tensor %.*s has no place in this architecture", g->file->path, (int)g->tensors[i].name.len,
+                g->tensors[i].name.text);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §9 Checkpoints
+//
+// llama2.c's own files, and how to tell what a file is. A loader reads the header, checks that the file is exactly as long
+// as it implies, and hands each matrix to §3.
+
+// --- llama2.c checkpoints, versions 0, 1 and 2
+//
+//   version 0   7 int32 (below); float32 tensors. A negative vocab_size says that the classifier is separate. After the
+//               final norm lie two tables of RoPE values that nobody reads.
+//   version 1   "ak42" (uint32), 1, 7 int32, uint8 shared_classifier, zeros to byte 256; norms first, then matrices.
+//   version 2   as version 1 with 2, and an int32 group_size after shared_classifier; norms float32, then for each
+//               matrix its int8 values and after them one float32 scale for every group_size values.
+//
+//   the 7:      dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, context length
+
+enum { LLAMA2C_HEADER = 256 };
+
+typedef struct {
+    int version, group_size;
+    bool shared_classifier;
+} Llama2c;
+
+static Config llama2c_header(Reader *r, Llama2c *h) {
+    *h = (Llama2c){0};
+    if (r->size >= 4 && !memcmp(r->data, "24ka", 4)) { // the uint32 "ak42", lowest byte first
+        reader_i32(r, "magic");
+        h->version = reader_i32(r, "version");
+        if (h->version < 1 || h->version > 2)
+            die("%s: expected a llama2.c checkpoint of version 0, 1 or 2, got version %d", r->path, h->version);
+    }
+    Config c = {.norm_eps = 1e-5f, .rope_base = 10000, .rope_factor = 1};
+    c.dim = reader_i32(r, "dim");
+    c.hidden_dim = reader_i32(r, "hidden_dim");
+    c.n_layers = reader_i32(r, "n_layers");
+    c.n_heads = reader_i32(r, "n_heads");
+    c.n_kv_heads = reader_i32(r, "n_kv_heads");
+    c.vocab_size = reader_i32(r, "vocab_size");
+    c.n_ctx_train = reader_i32(r, "context length");
+    h->shared_classifier = c.vocab_size > 0;
+    if (h->version == 0 && c.vocab_size < 0) c.vocab_size = c.vocab_size == INT_MIN ? 0 : -c.vocab_size;
+    if (h->version >= 1) h->shared_classifier = *reader_take(r, 1, "shared_classifier");
+    if (h->version == 2) {
+        h->group_size = reader_i32(r, "group_size");
+        if (h->group_size < 1) die("%s: header: expected a positive group_size, got %d", r->path, h->group_size);
+    }
+    if (h->version >= 1) reader_take(r, LLAMA2C_HEADER - r->pos, "header");
+    c.head_dim = c.n_heads > 0 ? c.dim / c.n_heads : 0;
+    config_check(&c, r->path, h->version ? "llama2.c checkpoint" : "llama2.c checkpoint, and of no other known format");
+    if (c.dim % c.n_heads)
+        die("%s: header: expected dim to be a multiple of n_heads, got %d and %d", r->path, c.dim, c.n_heads);
+    return c;
+}
+
+// The exact size of a checkpoint, from its header alone. Nothing overflows: config_check bounds the fields.
+static size_t llama2c_size(const Config *c, const Llama2c *h) {
+    size_t dim = (size_t)c->dim, kv = (size_t)kv_dim(c), hidden = (size_t)c->hidden_dim, layers = (size_t)c->n_layers;
+    size_t classifiers = h->shared_classifier ? 1 : 2; // with the embedding, which has the same shape
+    size_t matrices[] = {dim * dim, kv * dim, kv * dim, dim * dim, hidden * dim, hidden * dim, hidden * dim};
+    size_t bytes = (h->version == 0 ? 28 : LLAMA2C_HEADER) + (2 * layers + 1) * dim * 4;
+    if (h->version == 0) bytes += (size_t)c->n_ctx_train * (size_t)(c->head_dim / 2) * 2 * 4;
+    for (int i = 0; i < 8; i++) {
+        size_t n = i < 7 ? matrices[i] : (size_t)c->vocab_size * dim, copies = i < 7 ? layers : classifiers;
+        bytes += copies * (h->version == 2 ? n + n / (size_t)h->group_size * 4 : n * 4);
+    }
+    return bytes;
+}
+
+// The next matrix of the file. Groups of version 2 run on through the flat tensor: where they do not end with the rows,
+// or are too small for a panel, the values are multiplied out and kept as floats. Right before fast.
+static Matrix llama2c_matrix(Model *m, const Mapping *file, Reader *r, const Llama2c *h, int rows, int cols,
+                             const char *name) {
+    size_t n = (size_t)rows * (size_t)cols, start = r->pos;
+    Source s = {.format = format_by_id(0)};
+    Matrix w;
+    if (h->version < 2) {
+        s.weights = reader_take(r, n * 4, name);
+        w = matrix_load(m, rows, cols, s);
+    } else {
+        size_t group = (size_t)h->group_size;
+        if (n % group)
+            die("%s: tensor %s: its %zu values are not a multiple of the group size %zu", r->path, name, n, group);
+        const uint8_t *q = reader_take(r, n, name), *scales = reader_take(r, n / group * 4, name);
+        if ((size_t)cols % group == 0 && group % 16 == 0) {
+            s = (Source){s.format, q, scales, (int)group, 0};
+            w = matrix_load(m, rows, cols, s);
+        } else {
+            float *values = alloc_pages(n, sizeof *values, name), scale;
+            for (size_t i = 0; i < n; i++) {
+                memcpy(&scale, scales + i / group * 4, sizeof scale);
+                values[i] = (float)(int8_t)q[i] * scale;
+            }
+            s.weights = (const uint8_t *)values;
+            w = matrix_load(m, rows, cols, s);
+            free_pages(values, n, sizeof *values);
+        }
+    }
+    mapping_release(file, r->data + start, r->pos - start);
+    return w;
+}
+
+static void llama2c_load(Model *m, const Mapping *file) {
+    Reader reader = {file->path, file->data, file->size, 0}, *r = &reader;
+    Llama2c h;
+    const Config c = m->config = llama2c_header(r, &h);
+    snprintf(m->format, sizeof m->format, "llama2.c version %d (%s)", h.version, h.version == 2 ? "int8" : "float32");
+    size_t expected = llama2c_size(&c, &h);
+    if (r->size != expected)
+        die("%s: %s: expected %zu bytes from the header, got a file of %zu bytes", r->path, m->format, expected,
+            r->size);
+    m->tied = h.shared_classifier;
+    m->counts_prompt = true;
+    m->layers = alloc((size_t)c.n_layers, sizeof *m->layers, "layers");
+    // Tensors of one kind lie together, for all layers. Each kind is one turn of a loop; the order is the file's.
+#define EACH_LAYER(field, value) \
+    for (int l = 0; l < c.n_layers; l++) m->layers[l].field = (value)
+#define NORM(name) reader_f32_array(r, (size_t)c.dim, name)
+#define MATRIX(rows, cols, name) llama2c_matrix(m, file, r, &h, rows, cols, name)
+    if (h.version == 0) m->embed = MATRIX(c.vocab_size, c.dim, "token_embedding");
+    EACH_LAYER(attn_norm, NORM("attention_norm"));
+    if (h.version >= 1) {
+        EACH_LAYER(ffn_norm, NORM("ffn_norm"));
+        m->final_norm = NORM("norm");
+        m->embed = MATRIX(c.vocab_size, c.dim, "token_embedding");
+    }
+    EACH_LAYER(q, MATRIX(q_dim(&c), c.dim, "wq"));
+    EACH_LAYER(k, MATRIX(kv_dim(&c), c.dim, "wk"));
+    EACH_LAYER(v, MATRIX(kv_dim(&c), c.dim, "wv"));
+    EACH_LAYER(o, MATRIX(c.dim, q_dim(&c), "wo"));
+    if (h.version == 0) EACH_LAYER(ffn_norm, NORM("ffn_norm"));
+    EACH_LAYER(gate, MATRIX(c.hidden_dim, c.dim, "w1"));
+    EACH_LAYER(down, MATRIX(c.dim, c.hidden_dim, "w2"));
+    EACH_LAYER(up, MATRIX(c.hidden_dim, c.dim, "w3"));
+    if (h.version == 0) {
+        m->final_norm = NORM("norm");
+        reader_take(r, (size_t)c.n_ctx_train * (size_t)(c.head_dim / 2) * 2 * 4, "freq_cis tables");
+    }
+    m->output = m->tied ? m->embed : MATRIX(c.vocab_size, c.dim, "output");
+#undef EACH_LAYER
+#undef NORM
+#undef MATRIX
+    rope_prepare(m, NULL);
+}
+
+// --- any checkpoint
+
+// An open file, recognised by its first bytes. It stays where it is allocated: the parts point to it.
+typedef struct {
+    Mapping file;
+    Gguf *gguf; // NULL: llama2.c
+} Checkpoint;
+
+// Name the formats that people try and this program does not read, each with the way out.
+static void refuse_other_formats(const Mapping *file) {
+    static const struct {
+        size_t offset;
+        const char *magic, *name;
+    } others[] = {{0, "PK\3\4", "a PyTorch or zip file; export it to a .bin first"},
+                  {0, "tjgg", "an old GGML file; convert it to GGUF first"},
+                  {0, "lmgg", "an old GGML file; convert it to GGUF first"},
+                  {8, "{\"", "a safetensors file; export it to a .bin first"}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        size_t n = strlen(others[i].magic);
+        if (file->size >= others[i].offset + n && !memcmp(file->data + others[i].offset, others[i].magic, n))
+            die("%s: this is %s", file->path, others[i].name);
+    }
+}
+
+static Checkpoint *checkpoint_open(const char *path) {
+    Checkpoint *c = alloc(1, sizeof *c, "checkpoint");
+    c->file = map_file(path);
+    refuse_other_formats(&c->file);
+    if (c->file.size >= 4 && !memcmp(c->file.data, "GGUF", 4)) c->gguf = gguf_open(&c->file);
+    return c;
+}
+
+static void checkpoint_close(Checkpoint *c) {
+    gguf_free(c->gguf);
+    unmap_file(&c->file);
+    free(c);
+}
+
+static Model *model_load(Checkpoint *checkpoint, int n_threads) {
+    Model *m = alloc(1, sizeof *m, "model");
+    m->path = checkpoint->file.path;
+    m->n_threads = n_threads;
+    if (checkpoint->gguf) gguf_load(m, checkpoint->gguf);
+    else llama2c_load(m, &checkpoint->file);
+    return m;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §10 Words
+//
+// Text as characters: UTF-8, the classes of Unicode, and the patterns by which byte-level vocabularies (§11) cut a text into
+// words before anything is merged.
+
+// --- characters
+
+// Bytes of the UTF-8 character that a lead byte announces: 1 to 4; 0 for a byte that cannot begin one.
+static int utf8_length(uint8_t lead) {
+    if (lead < 0x80) return 1;
+    if (lead >= 0xC2 && lead < 0xE0) return 2;
+    if (lead >= 0xE0 && lead < 0xF0) return 3;
+    if (lead >= 0xF0 && lead < 0xF5) return 4;
+    return 0;
+}
+
+// How the n bytes at text begin: with a complete character (returns its length), with a part of one that more bytes
+// could complete (returns 0), or with neither (returns -1). Ref: Unicode 15, table 3-7.
+static int utf8_scan(const char *text, size_t n) {
+    const uint8_t *b = (const uint8_t *)text;
+    int len = utf8_length(b[0]);
+    if (len == 0) return -1;
+    if (n > 1 && len > 1) { // the second byte's range excludes overlong forms, surrogates and what lies past U+10FFFF
+        uint8_t low = b[0] == 0xE0 ? 0xA0 : b[0] == 0xF0 ? 0x90 : 0x80;
+        uint8_t high = b[0] == 0xED ? 0x9F : b[0] == 0xF4 ? 0x8F : 0xBF;
+        if (b[1] < low || b[1] > high) return -1;
+    }
+    for (int i = 2; i < len && (size_t)i < n; i++)
+        if ((b[i] & 0xC0) != 0x80) return -1;
+    return (size_t)len <= n ? len : 0;
+}
+
+// The code point of a complete character.
+static uint32_t utf8_decode(const char *text, int len) {
+    static const uint8_t lead_bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
+    uint32_t c = (uint8_t)text[0] & lead_bits[len];
+    for (int i = 1; i < len; i++) c = c << 6 | ((uint8_t)text[i] & 0x3f);
+    return c;
+}
+
+// The classes of all Unicode characters, as runs: a letter for the class, and how many code points if more than one.
+//     U upper and title case   L lower case   O other letters   M marks   N numbers   P punctuation   S white space   - else
+// Written by `export.py --unicode-classes` from Unicode 14.0.0.
+static const char unicode_runs[] =
+    "-9S5-18SP3-P6-P4N10P2-3P2U26P3-P-L26P-P-7S-26SP-5P-2OP-6N2-LP2-NOPN3PU23-U7L24-L8ULULULULULULULULULULULULULULULUL"
+    "ULULULULULULULULULULULUL2ULULULULULULULUL2ULULULULULULULULULULULULULULULULULULULULULULULU2LULUL3U2LULU2LU3L2U4LU2"
+    "LU3L3U2LU2LULULU2LUL2ULU2LU3LULU2L2OUL3O4U2LU2LU2LULULULULULULULUL2ULULULULULULULULUL2U2LULU3LULULULULULULULULULU"
+    "LULULULULULULULULULULULULULULULULULULUL7U2LU2L2ULU4LULULULUL69OL27O18-4O12-14O5-7O-O-17M112ULULO-UL-2OL3PU-6UPU3-"
+    "U-U2LU17-U9L35UL2U3L3ULULULULULULULULULULULUL5UL-ULU2L2U51L48ULULULULULULULULULULULULULULULULUL-M7ULULULULULULULU"
+    "LULULULULULULULULULULULULULULULULULULULU2LULULULULULUL2ULULULULULULULULULULULULULULULULULULULULULULULULULULULULUL"
+    "ULULULULULULULULULULULULULULULULULULUL-U38-2OP6L41P2-6M45PMPM2PM2PM-8O27-4O4P2-20P2-P2-2M11P-P3O43M21N10P4O2MO99P"
+    "OM7-2M6O2M2-M4O2N10O3-2OP14-2OMO30M27-2O89M11O-14N10O33M9O2-P3O-2M-2O22M4OM9OM3OM5-2P15-O25M3-2P-O11-5O24-O6-9M8"
+    "O42M24-M33O54M3OM18OM7O10M2P2N10PO16M3-O8-2O2-2O22-O7-O-3O4-2MOM7-2M2-2M3O-8M-4O2-O3M2-2N10O2-2N6-2OPM-2M3-O6-4O2"
+    "-2O22-O7-O2-O2-O2-2M-M5-4M2-2M3-3M-7O4-O-7N10M2O3MP-10M3-O9-O3-O22-O7-O2-O5-2MOM8-M3-M3-2O-15O2M2-2N10P-8OM6-M3-"
+    "O8-2O2-2O22-O7-O2-O5-2MOM7-2M2-2M3-7M3-4O2-O3M2-2N10-ON6-10MO-O6-3O3-O4-3O2-O-O2-3O2-3O3-3O12-4M5-3M3-M4-2O-6M-14"
+    "N13-13M5O8-O3-O23-O16-2MOM7-M3-M4-7M2-O3-2O-2O2M2-2N10-7PN7-OM3PO8-O3-O23-O10-O5-2MOM7-M3-M4-7M2-6O2-O2M2-2N10-O2"
+    "-13M4O9-O3-O41M2OM7-M3-M4O-5O3MN7O3M2-2N19-O6-M3-O18-3O24-O9-O-2O7-3M-4M6-M-M8-6N10-2M2P-12O48MO2M7-5O7M8PN10P2"
+    "-37O2-O-O5-O24-O-O10MO2M9O-2O5-O-M6-2N10-2O4-32O-3P15-P-3M2-6N20-M-M-MP4M2O8-O36-4M20PM2O5M11-M36-9M-9P5-4P2-37"
+    "O43M20ON10P6O6M4O4M3OM3O2M7O3M4O13M12OMN10M4-2U38-U-5U-2L43POL3O329-O4-2O7-O-O4-2O41-O4-2O33-O4-2O7-O-O4-2O15-O57"
+    "-O4-2O67-2M3P9N20-3O16-16U86-2L6-2PO620-PO17SO26P2-3O75P3N3O8-7O18M4-9O19M3P2-9O18M2-12O13-O3-M2-12O52M32P3OP3-OM"
+    "-2N10-6N10-6P11M3-MN10-6O89-7O5M2O34MO-5O70-10O31-M12-4M12-8P2N10O30-2O5-11O44-4O26-6N11-37O23M5-2P2O53M10-M29-2M"
+    "N10-6N10-6P7OP6-2M31-49M5O47M17O8-3N10P7-10M9-9P2-M3O30M13O2N10O44M14-8P4O36M20-3P5N10-3O3N10O36P2L9-7U43-2U3P8-8"
+    "M3PM21O4MO6MO2M3O-5L44O63L13OL34O37M64ULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULU"
+    "LULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULUL9ULULULULULULULULULULULULULULULULULULU"
+    "LULULULULULULULULULULULULULULULULULULULULULULULULULULULULULUL9U8L6-2U6-2L8U8L8U8L6-2U6-2L8-U-U-U-UL8U8L14-2L8U8L8"
+    "U8L8U8L5-L2U5-L-3L3-L2U5-3L4-2L2U4-4L8U5-5L3-L2U5-3S11-5P24S2-5SP20-P13-P12S-16NO-2N6-3P2ON10-3P2-O13-51M33-17U-4"
+    "U-2LU3L2U3L-U-3U5-6U-U-U-U4-LU4LO4L-2L2U2-5UL4-4L-N51ULN5-382P4-29P2-309N60-78N22-616P14N30-49P2-31P10-403P22-63"
+    "P4-32P2-514U48L48ULU3L2ULULULU4LUL2UL6O2U3LULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULUL"
+    "ULULULULULULULULULULULULULUL2-6ULULM3UL-5P4NP2L38-L-5L-2O56-7OP-14MO23-9O7-O7-O7-O7-O7-O7-O7-O7-M32P47OP32-2P12"
+    "-418SP3-O2NP10-2P12-N9M6PO5-2N3O2P-3O86-2M2-2O3PO90PO4-5O43-O94-3N4-10O32-48O16-32N10-30N8-N15-32N10-39N15-320"
+    "O6592-64O22157-67O46P2O269P3O16N10O2-20ULULULULULULULULULULULULULULULULULULULULULULULOM4PM10POULULULULULULULULULU"
+    "LULULULULO2M2O70N10M2P6-31O9-2ULULULULULULUL3ULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULULOL8ULU"
+    "LU2LULULULULO-2ULULOULUL3ULULULULULULULULULULU5LU5LULULULULULULULU4LUL-5UL-L-LULUL-24O3ULO3LO7MO3MO4MO23M5-4M-3N6"
+    "-10O52P4-8M2O50M18-8P2N10-6M18O6P3OPO2MN10O28M8P2O23M13-11PO29-3M4O47M14P13-ON10-4P2O5MO10N10O5-O41M14-9O3MO8M2-2"
+    "N10-2P4O23-3OM3O50MOM3O2M2O5M2OMO-24O3P2O11M5P2O3M2-10O6-2O6-2O6-9O7-O7-L43-O4L9O-6L80O35M8PM2-2N10-6O11172-12O23"
+    "-4O49-8452O366-2O106-38L7-12L5-5OMO10-O13-O5-O-O2-O2-O108-33O363P2-16O64-2O54-40O12-4M16P10-6M16P35-P14-P-4P-P2-4"
+    "O5-O135-4P3-P6-P4N10P2-3P2U26P3-P-L26P-P-P7O89-3O6-2O6-2O6-2O3-35O12-O26-O19-O2-O15-2O14-34O123-5P3-4N45-12N57-17"
+    "N2-113M-130O29-3O49-15MN27-4O32N4-9O20NO8N-5O38M5-5O30-PO36-4O8PN5-42U40L40O78-2N10-6U36-4L36-4O40-8O52-11PU11-"
+    "U15-U7-U2-L11-L15-L7-L2-67O311-9O22-10O8-24O6-O42-O9-69O6-2O-O44-O2-3O-2O23-PN8O23-2N7O31-8N9-48O19-O2-5N5O22N6-3"
+    "PO26-5P-64O56-4N2O2N16-2N46OM3-M2-5M4O4-O3-O29-2M3-4MN9-7P9-7O29N2PO29N3-32O8-O28M2-4N5P7-9O54-3P7O22-2N8O19-5N8"
+    "O18-7P4-12N7-80O73-55U51-13L51-7N6O36M4-8N10-294N31-O42-M2P-2O2-78O29N10O-8O22M11N4P5-22O18M4P4-38O21N7-20O23-9M3"
+    "O53M15P7-4N30MO2M2O-9M4O45M11P2-P4M-13O25-7N10-6M3O36M14-N10P4OM2O-8O35MP2O-9M3O48M14O4P4M4PM2N10OPOP3-N20-11O18-"
+    "O25M12P6M-65O7-O-O4-O15-O10P-6O47M12-5N10-6M4-O8-2O2-2O22-O7-O2-O5-M2OM7-2M2-2M3-2O-6M-5O5M2-2M7-3M5-139O53M18O4"
+    "P5N10P2-PMO3-30O48M20O2PO-8N10-166O47M7-2M9P23O4M2-34O48M17P3O-11N10-6P13-19O43M13OP-6N10-54O27-2M15-4N12P3-O7"
+    "-185O44M15P-100U32L32N19-12O8-2O-2O8-O2-O24M6-M2-2M4OMOM2P3-9N10-70O8-2O39M7-2M7OPOM-27OM10O40M7OM4P8M-8OM11O46"
+    "M16P3OP5-13O73-263O9-O37M8-M8OP5-10N29-3P2O30-2M22-M14-73O7-O2-O38M6-3M-M2-M7OM-8N10-6O6-O2-O32M5-M2-M5O-7N10-310"
+    "O19M4P2-183O-15N21-42PO922-102N111-P5-11O196-2636O97P2-13O1071-4049O583-8633O569-7O31-N10-4P2O79-N10-6O30-2M5P-10"
+    "O48M7P5-4O4P-11N10-N7-O21-5O19-688U32L32N23P4-101O75-4MOM55-7M4O13-64O2POM-11M2-14O6136-8O1238-42O9-8935O4-O7-O2-"
+    "O291-45O3-17O4-8O396-2308O107-5O13-3O9-7O10-3M2P-4704M46-2M23-542M5-3M6-8M8-2M7-30M4-148M3-155N20-108N25-135U26"
+    "L26U26L7-L18U26L26U-U2-2U-2U2-2U4-U8L4-L-L7-L11U26L26U2-U4-2U8-U7-L26U2-U4-U5-U-3U7-L26U26L26U26L26U26L26U26L26"
+    "U26L26U26L28-2U25-L25-L6U25-L25-L6U25-L25-L6U25-L25-L6U25-L25-L6UL-2N50-512M55-4M50-8M-14M-2P5-15M5-M15-1104L10O"
+    "L20-225M7-M17-2M7-M2-M5-213O45-3M7O7-2N10-4O-321O30M-17O44M4N10-1254O7-O4-O2-O15-O197-2N9M7-41U34L34M7O-4N10-4P2"
+    "-785N59-N3-N4-76N45-N15-194O4-O27-O2-O-2O-O10-O4-O-O-6O-4O-O-O-O3-O2-O-2O-O-O-O-O-O2-O-2O4-O7-O4-O4-O-O10-O17-5O3"
+    "-O5-O17-580N13-2787N10-1030O42720-32O4153-7O222-2O5762-14O7473-3103O542-1506O4939-716213M240-196112";
+
+typedef struct {
+    uint32_t start;
+    char class;
+} Run;
+
+enum { MAX_RUNS = 4096 };
+static Run unicode_table[MAX_RUNS]; // unicode_runs unfolded by unicode_prepare; constant from then on
+static int n_unicode_runs;
+
+static void unicode_prepare(void) {
+    uint32_t start = 0;
+    n_unicode_runs = 0;
+    for (const char *p = unicode_runs; *p && n_unicode_runs < MAX_RUNS;) {
+        unicode_table[n_unicode_runs++] = (Run){start, *p++};
+        start += isdigit((unsigned char)*p) ? (uint32_t)strtoul(p, (char **)&p, 10) : 1;
+    }
+}
+
+static char unicode_class(uint32_t c) {
+    int low = 0, high = n_unicode_runs - 1; // the last run that starts at or before c
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (unicode_table[middle].start <= c) low = middle;
+        else high = middle - 1;
+    }
+    return unicode_table[low].class;
+}
+
+// --- the pre-tokenizers
+//
+// Each is a regular expression, tried at every place of the text: what it matches is a word, and so is what lies between
+// two matches. Some vocabularies apply several, one after the other.
+
+// Their patterns, each above the function that matches it.
+typedef enum { NO_STAGE, GPT2, ONE_NUMBER, NUMBERS, THREE_DIGITS, PUNCTUATION, LLAMA3, QWEN2, TEKKEN } Stage;
+
+// A text as characters. One more stands behind the last: class 0, which no pattern matches.
+typedef struct {
+    const char *text;
+    uint32_t *code;
+    char *class;
+    size_t *at; // offset in bytes
+    int n;
+} Chars;
+
+static Chars chars_open(const char *text, size_t n) {
+    Chars c = {text, alloc(n + 1, sizeof *c.code, "text"), alloc(n + 1, 1, "text"), alloc(n + 1, sizeof *c.at, "text"),
+               0};
+    for (size_t i = 0; i < n; c.n++) {
+        int len = utf8_scan(text + i, n - i);
+        c.code[c.n] = len > 0 ? utf8_decode(text + i, len) : 0xFFFD; // a byte that is no character counts as a symbol
+        c.class[c.n] = unicode_class(c.code[c.n]);
+        c.at[c.n] = i;
+        i += (size_t)max_int(len, 1);
+    }
+    c.at[c.n] = n;
+    return c;
+}
+
+static void chars_free(Chars *c) {
+    free(c->code);
+    free(c->class);
+    free(c->at);
+}
+
+static bool is_letter(char class) {
+    return class == 'U' || class == 'L' || class == 'O';
+}
+
+static bool is_other(char class) { // [^\s\p{L}\p{N}]
+    return class && class != 'S' && class != 'N' && !is_letter(class);
+}
+
+static bool is_newline(uint32_t code) {
+    return code == '\r' || code == '\n';
+}
+
+// The end of the run of characters from i on whose class is in `classes`, before `end`.
+static int run_of(const Chars *c, int i, int end, const char *classes) {
+    while (i < end && strchr(classes, c->class[i])) i++;
+    return i;
+}
+
+// 's|'t|'re|'ve|'m|'ll|'d at i: its end, or i. any_case: (?i: ...), where also U+017F is an s.
+static int match_contraction(const Chars *c, int i, int end, bool any_case) {
+    static const char *const endings[] = {"s", "t", "re", "ve", "m", "ll", "d"};
+    if (c->code[i] != '\'') return i;
+    for (int e = 0; e < 7; e++) {
+        int len = (int)strlen(endings[e]), same = 0;
+        while (same < len && i + 1 + same < end) {
+            uint32_t code = c->code[i + 1 + same];
+            if (any_case && code >= 'A' && code <= 'Z') code += 32;
+            if (any_case && code == 0x17F) code = 's';
+            if (code != (uint32_t)endings[e][same]) break;
+            same++;
+        }
+        if (same == len) return i + 1 + len;
+    }
+    return i;
+}
+
+// \s+(?!\S)|\s+ at i: white space, but before a word its last character belongs to the word.
+static int match_space(const Chars *c, int i, int end) {
+    int stop = run_of(c, i, end, "S");
+    return stop < end && stop - i > 1 ? stop - 1 : stop;
+}
+
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+static int match_gpt2(const Chars *c, int i, int end) {
+    int stop = match_contraction(c, i, end, false);
+    if (stop > i) return stop;
+    int word = i + (c->code[i] == ' ');
+    if (word < end && c->class[word] != 'S') {
+        const char *classes = is_letter(c->class[word]) ? "ULO" : c->class[word] == 'N' ? "N" : "MP-";
+        return run_of(c, word, end, classes);
+    }
+    return match_space(c, i, end);
+}
+
+// [\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*
+static int match_cased_word(const Chars *c, int i, int end) {
+    int upper = run_of(c, i, end, "UOM"), lower = run_of(c, upper, end, "LOM");
+    if (lower > upper) return lower;
+    for (int last = upper; last > i; last--) // without a small letter behind: up to the last that counts as either
+        if (c->class[last - 1] != 'U') return last;
+    return upper;
+}
+
+// llama3:  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+// qwen2:   the same with \p{N} instead of \p{N}{1,3}
+// tekken:  without the first, with match_cased_word for \p{L}+, \p{N}, and [\r\n/]* for [\r\n]*
+static int match_modern(const Chars *c, int i, int end, Stage stage) {
+    int stop = stage == TEKKEN ? i : match_contraction(c, i, end, true);
+    if (stop > i) return stop;
+    bool leads = !is_letter(c->class[i]) && c->class[i] != 'N' && !is_newline(c->code[i]);
+    for (int word = i + leads; word >= i; word--) {
+        stop = stage == TEKKEN ? match_cased_word(c, word, end) : run_of(c, word, end, "ULO");
+        if (stop > word) return stop;
+    }
+    if (c->class[i] == 'N') return run_of(c, i, min_int(end, i + (stage == LLAMA3 ? 3 : 1)), "N");
+    int symbols = i + (c->code[i] == ' ' && i + 1 < end);
+    if (is_other(c->class[symbols])) {
+        stop = run_of(c, symbols, end, "MP-");
+        while (stop < end && (is_newline(c->code[stop]) || (stage == TEKKEN && c->code[stop] == '/'))) stop++;
+        return stop;
+    }
+    for (stop = run_of(c, i, end, "S"); stop > i; stop--)
+        if (is_newline(c->code[stop - 1])) return stop;
+    return match_space(c, i, end);
+}
+
+static bool is_ascii_digit(const Chars *c, int i) {
+    return c->code[i] >= '0' && c->code[i] <= '9';
+}
+
+// Where the match of a stage's pattern at i ends; i: there is none. i < end <= c->n.
+static int match_stage(Stage stage, const Chars *c, int i, int end) {
+    switch (stage) {
+    case GPT2: return match_gpt2(c, i, end);
+    case ONE_NUMBER: return i + (c->class[i] == 'N'); // \p{N}
+    case NUMBERS: return run_of(c, i, end, "N");      // \p{N}+
+    case THREE_DIGITS:                                // [0-9][0-9][0-9]
+        return i + 3 <= end && is_ascii_digit(c, i) && is_ascii_digit(c, i + 1) && is_ascii_digit(c, i + 2) ? i + 3 : i;
+    case PUNCTUATION: // [\p{P}\$\+<=>\^~\|]+
+        while (i < end && (c->class[i] == 'P' || (c->code[i] < 128 && strchr("$+<=>^~|", (int)c->code[i])))) i++;
+        return i;
+    default: return match_modern(c, i, end, stage);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §11 Tokenizer
 //
 // A model reads token ids. The vocabulary lists the piece of text of each id; byte-pair encoding (BPE) cuts a text into
-// pieces: it starts from single characters and merges, again and again, the neighbouring pair whose joined piece has
-// the best score (leftmost among equals), until no pair joins to a piece. A character that is no piece falls back to its
-// UTF-8 bytes, for each of which there is a piece <0x00> ... <0xFF>, so that any text can be written.
-// Ref: Sennrich et al. 2016; Kudo & Richardson 2018.
+// pieces: it starts from single characters and merges, again and again, the neighbouring pair that comes first in the
+// vocabulary's order (leftmost among equals), until no pair merges. There are two families:
+//
+//   sentencepiece-style (Llama 1 and 2, Mistral): symbols are characters; two merge if the joined text is a piece, the
+//       piece with the best score first. A space goes in front of the text. A character that is no piece falls back to
+//       its UTF-8 bytes, for each of which there is a piece <0x00> ... <0xFF>.
+//   byte-level (GPT-2, Llama 3, Qwen): symbols are bytes, so that nothing needs a fallback. A list of merges says which
+//       pairs join, the earliest first. A pattern first cuts the text into words, which no merge crosses.
+//
+// Ref: Sennrich et al. 2016; Kudo & Richardson 2018; Radford et al. 2019.
 //
 // Rescanning the text for every merge takes time proportional to its square. Here the symbols form a linked list and the
 // pairs that can merge wait in a heap: n log n.
 
-typedef enum { NORMAL_PIECE, CONTROL_PIECE, BYTE_PIECE, UNKNOWN_PIECE } PieceType;
+typedef enum {
+    NORMAL_PIECE = 1,
+    UNKNOWN_PIECE,
+    CONTROL_PIECE,
+    USER_PIECE,
+    UNUSED_PIECE,
+    BYTE_PIECE
+} PieceType; // as in GGUF
 
 typedef struct {
     const char *text; // not terminated
@@ -1472,19 +2681,33 @@ typedef struct {
     PieceType type;
 } Piece;
 
-enum { MAX_STOP_IDS = 8 };
+enum { MAX_STOP_IDS = 16, MAX_STAGES = 4 };
+
+typedef struct {
+    int left, right, rank; // left < 0: an empty slot
+} Merge;
 
 typedef struct {
     const char *path;
+    char model[16], pre[32]; // "llama" or "gpt2", and the name of the pre-tokenizer
     int n_pieces;
     Piece *pieces;
-    char *text;         // of all pieces
-    int *hash;          // [hash_size] piece ids or -1, open addressing; only pieces that text may become
-    uint32_t hash_size; // a power of two
-    int byte_ids[256];  // id of the piece of a byte, or -1
-    int bos, unknown;   // ids
-    bool space_prefix;  // a space goes in front of a text
+    char *text;           // of all pieces
+    int *hash;            // [hash_size] piece ids or -1, open addressing; only pieces that text may become
+    uint32_t hash_size;   // a power of two
+    Merge *merges;        // byte-level: [merges_size], open addressing
+    uint32_t merges_size; // a power of two, or 0
+    int *specials;        // user-defined and control pieces, longest first
+    int n_specials;
+    int byte_ids[256];        // id of the piece of a byte, or -1
+    int bos, unknown;         // ids, or -1
+    bool add_bos;             // a text begins with BOS
+    bool space_prefix;        // a space goes in front of a text
+    bool escapes_space;       // U+2581 in a text counts as a space
+    bool whole_words;         // a word that is a piece is not cut up, whatever the merges say
+    Stage stages[MAX_STAGES]; // the words: each pattern cuts up what the one before it left, matched or not
     int stop_ids[MAX_STOP_IDS], n_stop_ids;
+    char *chat_template; // or NULL
 } Tokenizer;
 
 static uint32_t hash_bytes(const char *bytes, size_t n) { // FNV-1a
@@ -1508,6 +2731,14 @@ static int tokenizer_find(const Tokenizer *t, const char *text, size_t n) {
     return t->hash[hash_slot(t, text, n)];
 }
 
+// The slot of a pair of ids among the merges, or the empty slot where it would go.
+static Merge *merge_slot(const Tokenizer *t, int left, int right) {
+    uint32_t slot = ((uint32_t)left * 2654435761u ^ (uint32_t)right * 2246822519u) & (t->merges_size - 1);
+    while (t->merges[slot].left >= 0 && (t->merges[slot].left != left || t->merges[slot].right != right))
+        slot = (slot + 1) & (t->merges_size - 1);
+    return &t->merges[slot];
+}
+
 // The byte that a piece "<0xHH>" stands for, or -1.
 static int byte_of_piece(const char *text, int len) {
     static const char digits[] = "0123456789ABCDEF";
@@ -1516,13 +2747,25 @@ static int byte_of_piece(const char *text, int len) {
     return high && low ? (int)((high - digits) * 16 + (low - digits)) : -1;
 }
 
-// Fill the hash and byte_ids from pieces whose types are known. Of two pieces with the same text the first counts.
+static uint32_t power_of_two_above(uint32_t n) {
+    uint32_t size = 16;
+    while (size <= n) size *= 2;
+    return size;
+}
+
+static int compare_longest_first(const void *a, const void *b) {
+    const Piece *x = a, *y = b;
+    return (x->len < y->len) - (x->len > y->len);
+}
+
+// Fill the tables from pieces whose types are known. Of two pieces with the same text the first counts.
 static void tokenizer_index(Tokenizer *t) {
-    t->hash_size = 16;
-    while (t->hash_size < 2 * (uint32_t)t->n_pieces) t->hash_size *= 2;
+    t->hash_size = power_of_two_above(2 * (uint32_t)t->n_pieces);
     t->hash = alloc(t->hash_size, sizeof *t->hash, "vocabulary");
+    t->specials = alloc((size_t)t->n_pieces, sizeof *t->specials, "vocabulary");
     memset(t->hash, -1, t->hash_size * sizeof *t->hash);
     memset(t->byte_ids, -1, sizeof t->byte_ids);
+    Piece *specials = alloc((size_t)t->n_pieces, sizeof *specials, "vocabulary");
     for (int id = 0; id < t->n_pieces; id++) {
         const Piece *p = &t->pieces[id];
         if (p->type == BYTE_PIECE) {
@@ -1531,48 +2774,25 @@ static void tokenizer_index(Tokenizer *t) {
         } else if (p->type == NORMAL_PIECE && p->len > 0) {
             uint32_t slot = hash_slot(t, p->text, (size_t)p->len);
             if (t->hash[slot] < 0) t->hash[slot] = id;
+        } else if ((p->type == USER_PIECE || p->type == CONTROL_PIECE) && p->len > 0) {
+            specials[t->n_specials] = *p;
+            specials[t->n_specials++].score = (float)id; // ids are below 2^24: exact
         }
     }
+    qsort(specials, (size_t)t->n_specials, sizeof *specials, compare_longest_first);
+    for (int i = 0; i < t->n_specials; i++) t->specials[i] = (int)specials[i].score;
+    free(specials);
 }
 
-// llama2.c's tokenizer.bin: int32 longest piece, then for each id float32 score, int32 length, bytes; to the end of the
-// file. Ids 0, 1, 2 are <unk>, <s>, </s>.
-static Tokenizer *tokenizer_load(const char *path) {
-    Mapping file = map_file(path);
-    Reader r = {path, file.data, file.size, 0};
-    Tokenizer *t = alloc(1, sizeof *t, "tokenizer");
-    t->path = path;
-    reader_i32(&r, "longest piece");
-    size_t most = (r.size - r.pos) / 8, text_size = 0;
-    if (most > INT_MAX / 4) die("%s: too large for a tokenizer: %zu bytes", path, r.size);
-    t->pieces = alloc(most, sizeof *t->pieces, "vocabulary");
-    t->text = alloc(r.size, 1, "vocabulary");
-    for (; r.pos < r.size; t->n_pieces++) {
-        float score = reader_f32(&r, "score of a piece");
-        int len = reader_i32(&r, "length of a piece");
-        if (len < 0) die("%s: piece %d at offset %zu: expected a length, got %d", path, t->n_pieces, r.pos - 4, len);
-        if (isnan(score)) die("%s: piece %d at offset %zu: its score is not a number", path, t->n_pieces, r.pos - 8);
-        char *text = memcpy(t->text + text_size, reader_take(&r, (size_t)len, "a piece"), (size_t)len);
-        text_size += (size_t)len;
-        PieceType type = t->n_pieces == 0 ? UNKNOWN_PIECE : t->n_pieces <= 2 ? CONTROL_PIECE : NORMAL_PIECE;
-        if (type == NORMAL_PIECE && byte_of_piece(text, len) >= 0) type = BYTE_PIECE;
-        t->pieces[t->n_pieces] = (Piece){text, len, score, type};
-    }
-    if (t->n_pieces < 3) die("%s: expected at least the pieces <unk>, <s> and </s>, got %d", path, t->n_pieces);
-    unmap_file(&file);
-    t->unknown = 0;
-    t->bos = 1;
-    t->stop_ids[t->n_stop_ids++] = 1; // llama2.c's models end a text by beginning the next one
-    t->stop_ids[t->n_stop_ids++] = 2;
-    tokenizer_index(t);
-    t->space_prefix = tokenizer_find(t, " ", 1) >= 0;
-    return t;
+static void tokenizer_add_stop(Tokenizer *t, int id) {
+    for (int i = 0; i < t->n_stop_ids; i++)
+        if (t->stop_ids[i] == id) return;
+    if (id >= 0 && id < t->n_pieces && t->n_stop_ids < MAX_STOP_IDS) t->stop_ids[t->n_stop_ids++] = id;
 }
 
 static void tokenizer_free(Tokenizer *t) {
-    free(t->pieces);
-    free(t->text);
-    free(t->hash);
+    void *all[] = {t->pieces, t->text, t->hash, t->merges, t->specials, t->chat_template};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(t);
 }
 
@@ -1582,34 +2802,7 @@ static bool tokenizer_stops(const Tokenizer *t, int id) {
     return false;
 }
 
-// Bytes of the UTF-8 character that a lead byte announces: 1 to 4; 0 for a byte that cannot begin one.
-static int utf8_length(uint8_t lead) {
-    if (lead < 0x80) return 1;
-    if (lead >= 0xC2 && lead < 0xE0) return 2;
-    if (lead >= 0xE0 && lead < 0xF0) return 3;
-    if (lead >= 0xF0 && lead < 0xF5) return 4;
-    return 0;
-}
-
-// How the n bytes at text begin: with a complete character (returns its length), with a part of one that more bytes
-// could complete (returns 0), or with neither (returns -1). Ref: Unicode 15, table 3-7.
-static int utf8_scan(const char *text, size_t n) {
-    const uint8_t *b = (const uint8_t *)text;
-    int len = utf8_length(b[0]);
-    if (len == 0) return -1;
-    if (n > 1 && len > 1) { // the second byte's range excludes overlong forms, surrogates and what lies past U+10FFFF
-        uint8_t low = b[0] == 0xE0   ? 0xA0
-                      : b[0] == 0xF0 ? 0x90
-                                     : 0x80,
-                high = b[0] == 0xED   ? 0x9F
-                       : b[0] == 0xF4 ? 0x8F
-                                      : 0xBF;
-        if (b[1] < low || b[1] > high) return -1;
-    }
-    for (int i = 2; i < len && (size_t)i < n; i++)
-        if ((b[i] & 0xC0) != 0x80) return -1;
-    return (size_t)len <= n ? len : 0;
-}
+// --- text to ids
 
 // A growing list of token ids.
 typedef struct {
@@ -1630,70 +2823,169 @@ static void ids_append(Ids *ids, int id) {
 // A stretch of the text that is, so far, one piece. The symbols of a text are a doubly linked list.
 typedef struct {
     const char *text;
-    int len, prev, next; // prev, next: indices or -1; len 0: was merged into its left neighbour
+    int len, id, prev,
+        next; // id: of the piece, or -1; prev, next: indices or -1; len 0: merged into its left neighbour
 } Symbol;
 
-// If the symbol at left and its successor join to a piece, they become a candidate.
-static void bpe_consider(const Tokenizer *t, const Symbol *symbols, int left, Ranked *heap, int *n_heap) {
-    int right = left < 0 ? -1 : symbols[left].next;
+// Working memory of an encoding: room for as many symbols as the text has bytes, and three times as many candidates.
+typedef struct {
+    Symbol *symbols;
+    Ranked *heap;
+    int n_heap;
+} Bpe;
+
+// If the symbol at left and its successor merge, they become a candidate.
+static void bpe_consider(const Tokenizer *t, Bpe *b, int left) {
+    int right = left < 0 ? -1 : b->symbols[left].next;
     if (right < 0) return;
-    int len = symbols[left].len + symbols[right].len;
-    int id = tokenizer_find(t, symbols[left].text, (size_t)len);
-    if (id >= 0) heap_push(heap, n_heap, (Ranked){t->pieces[id].score, left, len});
+    const Symbol *l = &b->symbols[left], *r = &b->symbols[right];
+    int len = l->len + r->len;
+    float score;
+    if (t->merges_size) {
+        const Merge *merge = l->id >= 0 && r->id >= 0 ? merge_slot(t, l->id, r->id) : NULL;
+        if (!merge || merge->left < 0) return;
+        score = -(float)merge->rank;
+    } else {
+        int id = tokenizer_find(t, l->text, (size_t)len);
+        if (id < 0) return;
+        score = t->pieces[id].score;
+    }
+    heap_push(b->heap, &b->n_heap, (Ranked){score, left, len});
 }
 
-// Merge until nothing merges. Each merge makes at most two new candidates, so the heap never holds more than 3n.
-static void bpe_merge(const Tokenizer *t, Symbol *symbols, int n) {
-    Ranked *heap = alloc(3 * (size_t)n, sizeof *heap, "tokenizer");
-    int n_heap = 0;
-    for (int i = 0; i < n; i++) bpe_consider(t, symbols, i, heap, &n_heap);
-    while (n_heap > 0) {
-        Ranked best = heap_pop(heap, &n_heap);
-        Symbol *left = &symbols[best.index];
+// Merge n symbols until nothing merges. Each merge makes at most two new candidates, so the heap holds less than 3n.
+static void bpe_merge(const Tokenizer *t, Bpe *b, int n) {
+    b->n_heap = 0;
+    for (int i = 0; i < n; i++) bpe_consider(t, b, i);
+    while (b->n_heap > 0) {
+        Ranked best = heap_pop(b->heap, &b->n_heap);
+        Symbol *left = &b->symbols[best.index];
         if (left->len == 0 || left->next < 0) continue;
-        Symbol *right = &symbols[left->next];
-        if (left->len + right->len != best.extra) continue; // one side has merged otherwise since
+        Symbol *right = &b->symbols[left->next];
+        if (left->len + right->len != best.len) continue; // one side has merged otherwise since
         left->len += right->len;
+        left->id = tokenizer_find(t, left->text, (size_t)left->len);
         right->len = 0;
         left->next = right->next;
-        if (left->next >= 0) symbols[left->next].prev = best.index;
-        bpe_consider(t, symbols, left->prev, heap, &n_heap);
-        bpe_consider(t, symbols, best.index, heap, &n_heap);
+        if (left->next >= 0) b->symbols[left->next].prev = best.index;
+        bpe_consider(t, b, left->prev);
+        bpe_consider(t, b, best.index);
     }
-    free(heap);
 }
 
-// Append the ids of a text, sentencepiece-style: a space goes in front of a text that is not empty, where the vocabulary
-// has one. Special pieces are never found in text.
-static void tokenizer_encode(const Tokenizer *t, const char *text, size_t n, Ids *ids) {
-    if (n == 0) return;
-    if (n > INT_MAX / 8) die("a text of %zu bytes is too long to tokenize, the most is %d", n, INT_MAX / 8);
-    Symbol *symbols = alloc(n + 1, sizeof *symbols, "tokenizer");
-    Text prefixed = {0};
-    if (t->space_prefix) text_append(&prefixed, " ", 1);
-    text_append(&prefixed, text, n);
-    int n_symbols = 0;
-    for (size_t i = 0; i < prefixed.len; n_symbols++) {
-        int len = max_int(1, utf8_scan(prefixed.data + i, prefixed.len - i));
-        symbols[n_symbols] = (Symbol){prefixed.data + i, len, n_symbols - 1, n_symbols + 1};
+// Ids of a stretch of text that merges may span: a word, or for sentencepiece the whole text.
+static void bpe_encode(const Tokenizer *t, Bpe *b, const char *text, size_t n, Ids *ids) {
+    int whole = t->whole_words ? tokenizer_find(t, text, n) : -1, n_symbols = 0;
+    if (whole >= 0) {
+        ids_append(ids, whole);
+        return;
+    }
+    for (size_t i = 0; i < n; n_symbols++) {
+        int len = t->merges_size ? 1 : max_int(1, utf8_scan(text + i, n - i));
+        b->symbols[n_symbols] =
+            (Symbol){text + i, len, tokenizer_find(t, text + i, (size_t)len), n_symbols - 1, n_symbols + 1};
         i += (size_t)len;
     }
-    symbols[n_symbols - 1].next = -1;
-    bpe_merge(t, symbols, n_symbols);
-    for (int i = 0; i >= 0; i = symbols[i].next) {
-        int id = tokenizer_find(t, symbols[i].text, (size_t)symbols[i].len);
-        if (id >= 0) ids_append(ids, id);
-        for (int j = 0; id < 0 && j < symbols[i].len; j++) {
-            int byte_id = t->byte_ids[(uint8_t)symbols[i].text[j]];
-            ids_append(ids, byte_id >= 0 ? byte_id : t->unknown);
+    b->symbols[n_symbols - 1].next = -1;
+    bpe_merge(t, b, n_symbols);
+    for (int i = 0; i >= 0; i = b->symbols[i].next) {
+        const Symbol *s = &b->symbols[i];
+        if (s->id >= 0) ids_append(ids, s->id);
+        for (int j = 0; s->id < 0 && j < s->len; j++) {
+            int id = t->byte_ids[(uint8_t)s->text[j]];
+            if (id < 0) id = t->unknown;
+            if (id >= 0) ids_append(ids, id);
         }
     }
-    free(prefixed.data);
-    free(symbols);
 }
 
-// Ids back to text, one at a time. A character may be spread over several byte pieces: its bytes wait until it is whole.
-// Bytes that cannot become a character pass as they are.
+// The characters [from, to) are cut by the remaining stages, and the words encoded.
+static void encode_words(const Tokenizer *t, Bpe *b, const Chars *c, int from, int to, int stage, Ids *ids) {
+    if (stage == MAX_STAGES || t->stages[stage] == NO_STAGE) {
+        if (from < to) bpe_encode(t, b, c->text + c->at[from], c->at[to] - c->at[from], ids);
+        return;
+    }
+    int gap = from; // the beginning of what no match has covered
+    for (int i = from; i < to;) {
+        int stop = match_stage(t->stages[stage], c, i, to);
+        if (stop == i) {
+            i++;
+            continue;
+        }
+        encode_words(t, b, c, gap, i, stage + 1, ids);
+        encode_words(t, b, c, i, stop, stage + 1, ids);
+        gap = i = stop;
+    }
+    if (gap < to) encode_words(t, b, c, gap, to, stage + 1, ids);
+}
+
+// Sentencepiece writes a space as U+2581. Returns the length of out.
+static int unescape_spaces(const char *text, size_t n, char *out) {
+    int len = 0;
+    for (size_t i = 0; i < n; len++) {
+        bool space = n - i >= 3 && !memcmp(text + i, "\xE2\x96\x81", 3);
+        out[len] = space ? ' ' : text[i];
+        i += space ? 3 : 1;
+    }
+    return len;
+}
+
+// Text without special pieces.
+static void encode_plain(const Tokenizer *t, const char *text, size_t n, Ids *ids) {
+    if (n == 0) return;
+    Text prepared = {0};
+    if (t->space_prefix) text_append(&prepared, " ", 1);
+    text_append(&prepared, text, n);
+    if (t->escapes_space) prepared.len = (size_t)unescape_spaces(prepared.data, prepared.len, prepared.data);
+    Bpe b = {alloc(prepared.len, sizeof *b.symbols, "tokenizer"), alloc(3 * prepared.len, sizeof *b.heap, "tokenizer"),
+             0};
+    if (t->merges_size) {
+        Chars c = chars_open(prepared.data, prepared.len);
+        encode_words(t, &b, &c, 0, c.n, 0, ids);
+        chars_free(&c);
+    } else {
+        bpe_encode(t, &b, prepared.data, prepared.len, ids);
+    }
+    free(b.symbols);
+    free(b.heap);
+    free(prepared.data);
+}
+
+// The longest special piece at the beginning of the text, or -1: user-defined ones, and control pieces if asked for.
+static int special_at(const Tokenizer *t, const char *text, size_t n, bool control) {
+    for (int i = 0; i < t->n_specials; i++) {
+        const Piece *p = &t->pieces[t->specials[i]];
+        if ((size_t)p->len <= n && p->text[0] == text[0] && !memcmp(p->text, text, (size_t)p->len) &&
+            (control || p->type == USER_PIECE))
+            return t->specials[i];
+    }
+    return -1;
+}
+
+// Append the ids of a text. Pieces that the vocabulary's makers added for users are found in it first; control pieces, such
+// as <s> or <|im_start|>, only where `special` says so: otherwise they are text like any other.
+static void tokenizer_encode(const Tokenizer *t, const char *text, size_t n, bool special, Ids *ids) {
+    if (n > INT_MAX / 8) die("a text of %zu bytes is too long to tokenize, the most is %d", n, INT_MAX / 8);
+    bool starts[256] = {false}; // bytes with which some special piece begins
+    for (int i = 0; i < t->n_specials; i++) starts[(uint8_t)t->pieces[t->specials[i]].text[0]] = true;
+    size_t plain = 0;
+    for (size_t i = 0; i < n;) {
+        int id = starts[(uint8_t)text[i]] ? special_at(t, text + i, n - i, special) : -1;
+        if (id < 0) {
+            i++;
+            continue;
+        }
+        encode_plain(t, text + plain, i - plain, ids);
+        ids_append(ids, id);
+        plain = i += (size_t)t->pieces[id].len;
+    }
+    encode_plain(t, text + plain, n - plain, ids);
+}
+
+// --- ids to text
+
+// One id at a time. A character may be spread over several byte pieces: its bytes wait until it is whole. Bytes that
+// cannot become a character pass as they are.
 typedef struct {
     char pending[4];
     int n_pending;
@@ -1724,7 +3016,8 @@ static void decoder_push(Decoder *d, const Tokenizer *t, int id, Text *out) {
         d->after_bos = id == t->bos;
         return;
     }
-    if (p->type == BYTE_PIECE) decoder_byte(d, (char)byte_of_piece(p->text, p->len), out);
+    int byte = p->type == BYTE_PIECE ? byte_of_piece(p->text, p->len) : -1;
+    if (byte >= 0) decoder_byte(d, (char)byte, out);
     else
         for (int i = d->after_bos && t->space_prefix && p->len > 0 && p->text[0] == ' '; i < p->len; i++)
             decoder_byte(d, p->text[i], out);
@@ -1732,7 +3025,211 @@ static void decoder_push(Decoder *d, const Tokenizer *t, int id, Text *out) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §9 Sampler
+// §12 Vocabularies
+//
+// Where the pieces come from: llama2.c's tokenizer.bin, or the metadata of a GGUF file.
+
+// llama2.c's tokenizer.bin: int32 longest piece, then for each id float32 score, int32 length, bytes; to the end of the
+// file. Ids 0, 1, 2 are <unk>, <s>, </s>.
+static void tokenizer_read_llama2c(Tokenizer *t, const Mapping *file) {
+    Reader r = {file->path, file->data, file->size, 0};
+    int longest = reader_i32(&r, "longest piece");
+    size_t most = (r.size - r.pos) / 8, text_size = 0;
+    if (most > INT_MAX / 4) die("%s: too large for a tokenizer: %zu bytes", r.path, r.size);
+    t->pieces = alloc(most, sizeof *t->pieces, "vocabulary");
+    t->text = alloc(r.size, 1, "vocabulary");
+    for (; r.pos < r.size; t->n_pieces++) {
+        float score = reader_f32(&r, "score of a piece");
+        int len = reader_i32(&r, "length of a piece");
+        if (len < 0 || len > longest)
+            die("%s: not a tokenizer.bin: piece %d at offset %zu: expected a length of at most %d, got %d", r.path,
+                t->n_pieces, r.pos - 4, longest, len);
+        if (isnan(score)) die("%s: piece %d at offset %zu: its score is not a number", r.path, t->n_pieces, r.pos - 8);
+        char *text = memcpy(t->text + text_size, reader_take(&r, (size_t)len, "a piece"), (size_t)len);
+        text_size += (size_t)len;
+        PieceType type = t->n_pieces == 0 ? UNKNOWN_PIECE : t->n_pieces <= 2 ? CONTROL_PIECE : NORMAL_PIECE;
+        if (type == NORMAL_PIECE && byte_of_piece(text, len) >= 0) type = BYTE_PIECE;
+        t->pieces[t->n_pieces] = (Piece){text, len, score, type};
+    }
+    if (t->n_pieces < 3) die("%s: expected at least the pieces <unk>, <s> and </s>, got %d", r.path, t->n_pieces);
+    snprintf(t->model, sizeof t->model, "llama");
+    t->bos = 1;
+    t->unknown = 0;
+    t->add_bos = true;
+    tokenizer_add_stop(t, 1); // llama2.c's models end a text by beginning the next one
+    tokenizer_add_stop(t, 2);
+    tokenizer_index(t);
+    t->space_prefix = tokenizer_find(t, " ", 1) >= 0;
+}
+
+// --- GGUF
+
+// What `tokenizer.ggml.pre` may say.
+static const struct {
+    const char *name;
+    Stage stages[MAX_STAGES];
+    bool whole_words, add_bos;
+} pre_tokenizers[] = {
+    {"default", {PUNCTUATION, GPT2, NUMBERS, THREE_DIGITS}, false, false},
+    {"gpt-2", {GPT2}, false, false},
+    {"llama-bpe", {LLAMA3}, true, true},
+    {"qwen2", {QWEN2}, false, false},
+    {"deepseek-r1-qwen", {QWEN2}, false, false},
+    {"smollm", {ONE_NUMBER, GPT2}, false, false},
+    {"refact", {ONE_NUMBER, GPT2}, false, false},
+    {"starcoder", {ONE_NUMBER, GPT2}, false, false},
+    {"tekken", {TEKKEN}, true, true},
+};
+
+// Byte-level vocabularies write each byte as a printable character: itself where it is one, else one from U+0100 on, in
+// order. The byte of such a character, or -1.
+static int byte_of_character(uint32_t c) {
+    static const uint8_t first[] = {'!', 0xA1, 0xAE}, last[] = {'~', 0xAC, 0xFF};
+    for (int i = 0; i < 3; i++)
+        if (c >= first[i] && c <= last[i]) return (int)c;
+    if (c < 0x100 || c > 0x143) return -1;
+    int n = (int)c - 0x100; // 33 controls and the space, then DEL to U+00A0, then the soft hyphen
+    return n < 33 ? n : n < 67 ? n - 33 + 0x7F : 0xAD;
+}
+
+// The bytes that a piece of a byte-level vocabulary stands for; as it is where it is not written that way.
+static int raw_bytes(const char *text, size_t n, char *out) {
+    int len = 0;
+    for (size_t i = 0; i < n;) {
+        int size = utf8_scan(text + i, n - i), byte = size > 0 ? byte_of_character(utf8_decode(text + i, size)) : -1;
+        if (byte < 0) {
+            memcpy(out, text, n);
+            return (int)n;
+        }
+        out[len++] = (char)byte;
+        i += (size_t)size;
+    }
+    return len;
+}
+
+// The merges, "left right" each, of a byte-level vocabulary.
+static void gguf_read_merges(Tokenizer *t, const Gguf *g) {
+    Reader r;
+    uint64_t n = gguf_array(g, "tokenizer.ggml.merges", G_STRING, &r);
+    t->merges_size = power_of_two_above(2 * (uint32_t)n);
+    t->merges = alloc(t->merges_size, sizeof *t->merges, "merges");
+    for (uint32_t i = 0; i < t->merges_size; i++) t->merges[i].left = -1;
+    char *bytes = alloc(g->file->size, 1, "merges");
+    for (int rank = 0; rank < (int)n; rank++) {
+        String s = reader_string(&r, "a merge");
+        const char *space = s.len > 1 ? memchr(s.text + 1, ' ', s.len - 1) : NULL;
+        if (!space)
+            die("%s: merge %d: expected two pieces with a space between, got '%.*s'", r.path, rank,
+                (int)min_int((int)s.len, 80), s.text);
+        int left_len = raw_bytes(s.text, (size_t)(space - s.text), bytes);
+        int left = tokenizer_find(t, bytes, (size_t)left_len);
+        int right_len = raw_bytes(space + 1, s.len - (size_t)(space + 1 - s.text), bytes);
+        int right = tokenizer_find(t, bytes, (size_t)right_len);
+        if (left < 0 || right < 0) continue; // a pair that no text of this vocabulary can contain
+        Merge *slot = merge_slot(t, left, right);
+        if (slot->left < 0) *slot = (Merge){left, right, rank};
+    }
+    free(bytes);
+}
+
+// Texts, scores and types of all pieces.
+static void gguf_read_pieces(Tokenizer *t, const Gguf *g, bool byte_level) {
+    Reader tokens, scores, types;
+    uint64_t n = gguf_array(g, "tokenizer.ggml.tokens", G_STRING, &tokens);
+    uint64_t n_scores = gguf_array(g, "tokenizer.ggml.scores", G_F32, &scores);
+    uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", G_I32, &types);
+    if (n < 1 || n > 1 << 24)
+        die("%s: tokenizer.ggml.tokens: expected 1 to 2^24 pieces, got %llu", tokens.path, (unsigned long long)n);
+    if ((n_scores && n_scores != n) || (n_types && n_types != n))
+        die("%s: tokenizer: expected as many scores and types as pieces, %llu, got %llu and %llu", tokens.path,
+            (unsigned long long)n, (unsigned long long)n_scores, (unsigned long long)n_types);
+    t->n_pieces = (int)n;
+    t->pieces = alloc(n, sizeof *t->pieces, "vocabulary");
+    t->text = alloc(g->file->size, 1, "vocabulary");
+    char *out = t->text;
+    for (int i = 0; i < t->n_pieces; i++) {
+        String s = reader_string(&tokens, "a piece");
+        if (s.len > INT_MAX / 16) die("%s: piece %d has %zu bytes", tokens.path, i, s.len);
+        float score = n_scores ? reader_f32(&scores, "scores") : 0;
+        int type = n_types ? reader_i32(&types, "types of pieces") : NORMAL_PIECE;
+        if (isnan(score)) die("%s: piece %d: its score is not a number", tokens.path, i);
+        int len = (int)s.len;
+        if (type == NORMAL_PIECE && byte_level) len = raw_bytes(s.text, s.len, out);
+        else if (!byte_level) len = unescape_spaces(s.text, s.len, out);
+        else memcpy(out, s.text, s.len);
+        t->pieces[i] = (Piece){out, len, score, (PieceType)type};
+        out += len;
+    }
+}
+
+// What ends a text: the ids that the file names, and pieces known to end a turn.
+static void gguf_read_stops(Tokenizer *t, const Gguf *g) {
+    static const char *const keys[] = {"eos", "eot", "eom"};
+    static const char *const names[] = {"<|eot_id|>",    "<|im_end|>",      "<|end|>",      "<|eom_id|>",
+                                        "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"};
+    for (int i = 0; i < 3; i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
+        tokenizer_add_stop(t, gguf_int(g, key, -1));
+    }
+    for (int i = 0; i < t->n_specials; i++) {
+        const Piece *p = &t->pieces[t->specials[i]];
+        for (size_t j = 0; j < sizeof names / sizeof *names; j++)
+            if (p->type == CONTROL_PIECE && string_is((String){p->text, (size_t)p->len}, names[j]))
+                tokenizer_add_stop(t, t->specials[i]);
+    }
+}
+
+static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
+    String model = gguf_string(g, "tokenizer.ggml.model"), pre = gguf_string(g, "tokenizer.ggml.pre");
+    bool byte_level = string_is(model, "gpt2");
+    if (!byte_level && !string_is(model, "llama"))
+        die("%s: tokenizer.ggml.model: expected llama or gpt2, got '%.*s'", g->file->path,
+            (int)min_int((int)model.len, 40), model.text);
+    snprintf(t->model, sizeof t->model, "%s", byte_level ? "gpt2" : "llama");
+    gguf_read_pieces(t, g, byte_level);
+    tokenizer_index(t);
+    bool add_bos = !byte_level, found = !byte_level;
+    if (byte_level) {
+        if (!pre.len) pre = (String){"default", 7};
+        snprintf(t->pre, sizeof t->pre, "%.*s", (int)min_int((int)pre.len, 31), pre.text);
+        for (size_t i = 0; i < sizeof pre_tokenizers / sizeof *pre_tokenizers; i++) {
+            if (!string_is(pre, pre_tokenizers[i].name)) continue;
+            memcpy(t->stages, pre_tokenizers[i].stages, sizeof t->stages);
+            t->whole_words = pre_tokenizers[i].whole_words;
+            add_bos = pre_tokenizers[i].add_bos;
+            found = true;
+        }
+        unicode_prepare();
+        gguf_read_merges(t, g);
+    }
+    if (!found)
+        die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", g->file->path,
+            (int)min_int((int)pre.len, 80), pre.text);
+    t->bos = gguf_int(g, "tokenizer.ggml.bos_token_id", byte_level ? -1 : 1);
+    t->unknown = gguf_int(g, "tokenizer.ggml.unknown_token_id", byte_level ? -1 : 0);
+    if (t->bos >= t->n_pieces || t->unknown >= t->n_pieces)
+        die("%s: tokenizer: expected ids below %d, got BOS %d and unknown %d", g->file->path, t->n_pieces, t->bos,
+            t->unknown);
+    t->add_bos = t->bos >= 0 && gguf_int(g, "tokenizer.ggml.add_bos_token", add_bos);
+    t->space_prefix = !byte_level && gguf_int(g, "tokenizer.ggml.add_space_prefix", 1);
+    t->escapes_space = !byte_level;
+    gguf_read_stops(t, g);
+    String chat = gguf_string(g, "tokenizer.chat_template");
+    if (chat.len) t->chat_template = memcpy(alloc(chat.len + 1, 1, "chat template"), chat.text, chat.len);
+}
+
+// The tokenizer of a GGUF file, or a llama2.c tokenizer.bin.
+static Tokenizer *tokenizer_load(const Checkpoint *file) {
+    Tokenizer *t = alloc(1, sizeof *t, "tokenizer");
+    t->path = file->file.path;
+    if (file->gguf) tokenizer_read_gguf(t, file->gguf);
+    else tokenizer_read_llama2c(t, &file->file);
+    return t;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §13 Sampler
 //
 // From logits to the next token, in this order: repetition penalty, temperature, top-k, softmax, min-p, top-p, draw.
 //
@@ -1823,8 +3320,7 @@ static void apply_top_k(Sampler *s) {
     }
 }
 
-static void softmax(float *x, int n) {
-    float max = x[argmax(x, n)];
+static void softmax(float *x, int n, float max) {
     int padded = (int)pad((size_t)n, SUM_LANES);
     for (int i = n; i < padded; i++) x[i] = -INFINITY;
     float sum = exp_and_sum(x, padded, max);
@@ -1892,24 +3388,24 @@ static int sampler_pick(Sampler *s, const float *logits, const int *history, int
     for (int i = 0; i < s->n; i++) s->p[i] /= how->temperature;
     if (!isfinite(s->p[best])) return best; // a temperature so low that it overflows: its limit is the best token
     apply_top_k(s);
-    softmax(s->p, s->n);
+    softmax(s->p, s->n, s->p[best]); // nothing so far has changed which token is best
     bool cut = (how->top_k > 0 && how->top_k < s->n) || how->min_p > 0 || (how->top_p > 0 && how->top_p < 1);
     if (!cut) return draw_from_all(s->p, s->n, coin);
-    return draw_from_nucleus(s, how->min_p * s->p[argmax(s->p, s->n)], coin);
+    return draw_from_nucleus(s, how->min_p * s->p[best], coin);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §11 Modes
+// §15 Modes
 //
-// What a user can ask for. Each mode is a function from the options of §12 to an exit code. Generated text goes to
+// What a user can ask for. Each mode is a function from the options of §16 to an exit code. Generated text goes to
 // stdout, everything else to stderr.
 
 typedef struct {
-    const char *checkpoint, *tokenizer, *mode, *prompt, *file;
+    const char *checkpoint, *tokenizer, *mode, *prompt, *file, *kv;
     double temperature, top_p, min_p, repeat_penalty;
     int top_k, n_tokens, context, threads, chunk, window, stride;
     uint64_t seed;
-    bool seed_given, no_bos, stats, help, version;
+    bool seed_given, no_bos, special, stats, help, version;
     const char **stops;
     int n_stops;
 } Options;
@@ -1923,7 +3419,7 @@ static void on_interrupt(int signal_number) {
 
 // From here on the first Ctrl-C asks to stop after the current step; a second one ends the process.
 static void catch_interrupt(void) {
-    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)SA_RESETHAND};
+    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
     sigaction(SIGINT, &action, NULL);
 }
 
@@ -1963,25 +3459,50 @@ typedef struct {
 
 enum { TINY_MODEL = 4 << 20 }; // bytes read per token
 
+static int choose_threads(const Options *o) {
+#ifdef _OPENMP
+    return o->threads ? o->threads : default_threads();
+#else
+    (void)o;
+    return 1;
+#endif
+}
+
+// `option` is what asks for n positions.
+static void note_long_context(const char *option, int n, const Config *c) {
+    if (n > c->n_ctx_train)
+        fprintf(stderr, "run: note: %s %d is more than the %d positions that the model was trained for\n", option, n,
+                c->n_ctx_train);
+}
+
 static int choose_context(const Options *o, const Config *c) {
-    if (o->context > c->n_ctx_train)
-        fprintf(stderr, "run: note: --context %d is more than the %d positions that the model was trained for\n",
-                o->context, c->n_ctx_train);
+    note_long_context("--context", o->context, c);
     return o->context ? o->context : min_int(c->n_ctx_train, 4096);
+}
+
+// The tokenizer of --tokenizer; without it, the checkpoint's own, or tokenizer.bin where it has none.
+static Tokenizer *choose_tokenizer(const Options *o, const Checkpoint *checkpoint) {
+    if (!o->tokenizer && checkpoint && checkpoint->gguf) return tokenizer_load(checkpoint);
+    Checkpoint *file = checkpoint_open(o->tokenizer ? o->tokenizer : "tokenizer.bin");
+    Tokenizer *t = tokenizer_load(file);
+    checkpoint_close(file);
+    return t;
 }
 
 static void engine_load(Engine *e, const Options *o) {
     double start = seconds();
     if (!o->checkpoint)
         die_usage("expected a checkpoint, as in: run model.bin -i \"Once upon a time\" (run -h for help)");
-    e->n_threads = o->threads ? o->threads : default_threads();
-    e->model = model_load(o->checkpoint, e->n_threads);
+    e->n_threads = choose_threads(o);
+    Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
+    e->tokenizer = choose_tokenizer(o, checkpoint);
+    e->model = model_load(checkpoint, e->n_threads);
+    checkpoint_close(checkpoint);
     // A token of a tiny model is done before a second thread has woken up.
     if (!o->threads && model_bytes_per_token(e->model) < TINY_MODEL) e->n_threads = 1;
-    e->tokenizer = tokenizer_load(o->tokenizer);
     if (e->tokenizer->n_pieces != e->model->config.vocab_size)
         die("%s has %d pieces, but %s has a vocabulary of %d: expected a matching tokenizer (--tokenizer FILE)",
-            o->tokenizer, e->tokenizer->n_pieces, o->checkpoint, e->model->config.vocab_size);
+            e->tokenizer->path, e->tokenizer->n_pieces, o->checkpoint, e->model->config.vocab_size);
     e->load_seconds = seconds() - start;
 }
 
@@ -1991,18 +3512,19 @@ static void engine_free(Engine *e) {
     model_free(e->model);
 }
 
-// Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0]. False
-// where Ctrl-C came first.
-static bool prefill(Session *s, const int *ids, int n, int pos, int seq) {
+// Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0]. Returns how
+// many were run: fewer where Ctrl-C came.
+static int prefill(Session *s, const int *ids, int n, int pos, int seq) {
     Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
-    for (int done = 0; done < n && !interrupted;) {
+    int done = 0;
+    while (done < n && !interrupted) {
         int count = min_int(n - done, s->max_rows);
         for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
         forward(s, rows, count);
         done += count;
     }
     free(rows);
-    return !interrupted;
+    return done;
 }
 
 // --- generate
@@ -2035,9 +3557,9 @@ static void output_flush(Output *o, bool last) {
 }
 
 typedef struct {
-    double start, first, prefill_seconds; // times; of the first token
-    double *latency;                      // [n] seconds from token to token
-    int n, n_prompt;
+    double start, prefilled, first; // when the prompt began to run, had run, and when the first token was there
+    double *latency;                // [n] seconds from token to token
+    int n, n_prompt, n_made;
 } Timing;
 
 static int compare_doubles(const void *a, const void *b) {
@@ -2045,29 +3567,34 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
+static double peak_memory_mib(void) {
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    double peak = (double)usage.ru_maxrss / 1024;
 #ifdef __APPLE__
-    peak /= 1024; // in bytes there
+    return (double)usage.ru_maxrss / (1 << 20); // bytes there, KiB elsewhere
+#else
+    return (double)usage.ru_maxrss / (1 << 10);
 #endif
+}
+
+static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
     double total = 0;
     for (int i = 0; i < t->n; i++) total += t->latency[i];
-    fprintf(stderr, "load              %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
+    fprintf(stderr, "load             %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
             e->n_threads == 1 ? "" : "s");
-    fprintf(stderr, "time to first token %.1f ms\n", (t->first - t->start) * 1e3);
-    fprintf(stderr, "prefill           %.1f tokens/s (%d tokens)\n", t->n_prompt / t->prefill_seconds, t->n_prompt);
+    fprintf(stderr, "prefill          %.1f tokens/s (%d tokens)\n", t->n_prompt / (t->prefilled - t->start),
+            t->n_prompt);
+    if (t->n_made)
+        fprintf(stderr, "first token      after %.1f ms (time to first token)\n", (t->first - t->start) * 1e3);
     if (t->n > 0) {
         qsort(t->latency, (size_t)t->n, sizeof *t->latency, compare_doubles);
-        double median = t->latency[t->n / 2];
-        fprintf(stderr, "decode            %.1f tokens/s (%d tokens)\n", t->n / total, t->n);
-        fprintf(stderr, "inter-token       median %.2f ms, p99 %.2f ms\n", median * 1e3,
-                t->latency[(t->n - 1) * 99 / 100] * 1e3);
-        fprintf(stderr, "weights read      %.1f GB/s\n", (double)model_bytes_per_token(e->model) / median / 1e9);
+        double median = t->latency[t->n / 2], p99 = t->latency[(t->n - 1) * 99 / 100];
+        fprintf(stderr, "decode           %.1f tokens/s (%d tokens)\n", t->n / total, t->n);
+        fprintf(stderr, "inter-token      median %.2f ms, p99 %.2f ms\n", median * 1e3, p99 * 1e3);
+        fprintf(stderr, "weights read     %.1f GB/s\n", (double)model_bytes_per_token(e->model) / median / 1e9);
     }
-    fprintf(stderr, "peak memory       %.0f MiB\n", peak);
-    fprintf(stderr, "seed              %llu\n", (unsigned long long)seed);
+    fprintf(stderr, "peak memory      %.0f MiB\n", peak_memory_mib());
+    fprintf(stderr, "seed             %llu\n", (unsigned long long)seed);
 }
 
 // The autoregressive loop: sample a token from the logits, print it, run it through the model. Returns the exit code.
@@ -2076,11 +3603,10 @@ static int generate_tokens(Engine *e, const Options *o, Ids *ids, Sampler *sampl
     Output out = {.options = o};
     Decoder decoder = {.after_bos = ids->len == 1 && ids->id[0] == e->tokenizer->bos};
     int made = 0;
-    timing->latency = alloc((size_t)max_new + 1, sizeof(double), "statistics");
     double last = timing->start;
-    bool alive = prefill(s, ids->id, ids->len, 0, 0);
-    timing->prefill_seconds = seconds() - timing->start;
-    while (alive && made < max_new) {
+    timing->n_prompt = prefill(s, ids->id, ids->len, 0, 0);
+    timing->prefilled = seconds();
+    while (!interrupted && made < max_new) {
         int id = sampler_pick(sampler, s->logits, ids->id, ids->len);
         if (id < 0)
             die("%s: the logits at position %d are not finite numbers: the weights are broken", o->checkpoint,
@@ -2101,35 +3627,37 @@ static int generate_tokens(Engine *e, const Options *o, Ids *ids, Sampler *sampl
         output_flush(&out, true);
     }
     write_out("\n", 1);
+    timing->n_made = made;
     free(out.held.data);
     return interrupted ? 130 : 0;
 }
 
 static int mode_generate(const Options *o) {
-    Text prompt = read_prompt(o, false);
     Engine e = {0};
     engine_load(&e, o);
+    Text prompt = read_prompt(o, false);
     Ids ids = {0};
-    if (!o->no_bos) ids_append(&ids, e.tokenizer->bos);
-    tokenizer_encode(e.tokenizer, prompt.data, prompt.len, &ids);
-    if (ids.len == 0) die_usage("--no-bos: expected a prompt, got none: there is no token to start from");
+    bool bos = e.tokenizer->add_bos || (prompt.len == 0 && e.tokenizer->bos >= 0);
+    if (bos && !o->no_bos) ids_append(&ids, e.tokenizer->bos);
+    tokenizer_encode(e.tokenizer, prompt.data, prompt.len, o->special, &ids);
+    if (ids.len == 0) die_usage("expected a prompt: without one and without BOS there is no token to start from");
     int n_ctx = choose_context(o, &e.model->config);
     if (ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", ids.len, n_ctx);
     e.session = session_open(e.model, n_ctx, 1, min_int(o->chunk, ids.len), 1, e.n_threads);
-    // -n counts all steps, prompt included, as it does in llama2.c; the token made last needs no position of its own.
-    int n_max = o->n_tokens ? min_int(o->n_tokens, n_ctx) : n_ctx;
-    int max_new = max_int(0, n_max - (ids.len - 1));
+    // The token made last needs no position. llama2.c counts the prompt's tokens as steps, all but BOS.
+    int room = n_ctx - ids.len + 1, wanted = o->n_tokens - (e.model->counts_prompt ? ids.len - 1 : 0);
+    int max_new = o->n_tokens ? max_int(0, min_int(wanted, room)) : room;
     uint64_t seed =
         o->seed_given ? o->seed : (uint64_t)(seconds() * 1e9) ^ (uint64_t)getpid() << 32 ^ (uint64_t)time(NULL);
     Sampling sampling = {(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
     Sampler *sampler = sampler_open(sampling, seed, e.model->config.vocab_size);
     catch_interrupt();
-    Timing timing = {.start = seconds(), .n_prompt = ids.len};
-    timing.first = timing.start;
+    size_t most = (size_t)max_new + 1;
+    Timing timing = {.start = seconds(), .latency = alloc_pages(most, sizeof(double), "statistics")};
     write_out(prompt.data, prompt.len);
     int status = generate_tokens(&e, o, &ids, sampler, max_new, &timing);
     if (o->stats) print_stats(&e, &timing, seed);
-    free(timing.latency);
+    free_pages(timing.latency, most, sizeof(double));
     free(ids.id);
     free(prompt.data);
     sampler_free(sampler);
@@ -2142,12 +3670,13 @@ static int mode_generate(const Options *o) {
 static int mode_tokenize(const Options *o) {
     if (!o->prompt && !o->file && !stdin_is_redirected())
         die_usage("tokenize: expected a text in --prompt, --file or standard input");
-    Text text = read_prompt(o, true);
-    Tokenizer *t = tokenizer_load(o->tokenizer);
+    Checkpoint *checkpoint = o->checkpoint && !o->tokenizer ? checkpoint_open(o->checkpoint) : NULL;
+    Tokenizer *t = choose_tokenizer(o, checkpoint);
+    if (checkpoint) checkpoint_close(checkpoint);
+    Text text = read_prompt(o, true), line = {0};
     Ids ids = {0};
-    if (!o->no_bos) ids_append(&ids, t->bos);
-    tokenizer_encode(t, text.data, text.len, &ids);
-    Text line = {0};
+    if (t->add_bos && !o->no_bos) ids_append(&ids, t->bos);
+    tokenizer_encode(t, text.data, text.len, o->special, &ids);
     for (int i = 0; i < ids.len; i++) {
         char number[16];
         text_append(&line, number, (size_t)snprintf(number, sizeof number, i ? " %d" : "%d", ids.id[i]));
@@ -2168,44 +3697,79 @@ static const char *type_name(Type type) {
     return names[type];
 }
 
+// One line for matrices that are alike in every layer, or for each kind of them.
 static void print_matrix(const char *name, const Matrix *w, int copies) {
-    char group[32] = "";
-    if (w->type == I8) snprintf(group, sizeof group, ", groups of %d", w->group);
+    char group[64] = "";
+    if (is_quantized(w->type))
+        snprintf(group, sizeof group, ", groups of %d, %s scales%s", w->group, type_name(w->scale_type),
+                 w->mins ? " and minima" : "");
     printf("  %-10s %4d x [%d, %d] %s%s, %.1f MiB\n", name, copies, w->rows, w->cols, type_name(w->type), group,
            (double)copies * (double)matrix_bytes(w) / (1 << 20));
 }
 
-static int mode_info(const Options *o) {
-    if (!o->checkpoint) die_usage("info: expected a checkpoint, as in: run model.bin -m info");
-    Model *m = model_load(o->checkpoint, o->threads ? o->threads : default_threads());
+static void print_tokenizer(const Tokenizer *t) {
+    printf("tokenizer       %s, %d pieces", strcmp(t->model, "gpt2") ? "sentencepiece-style BPE" : "byte-level BPE",
+           t->n_pieces);
+    if (t->pre[0]) printf(", pre-tokenizer %s", t->pre);
+    printf("\nBOS             ");
+    if (t->bos < 0) printf("none");
+    else printf("%d%s", t->bos, t->add_bos ? "" : ", not added");
+    printf("\nstop ids       ");
+    for (int i = 0; i < t->n_stop_ids; i++) printf(" %d", t->stop_ids[i]);
+    printf("\nchat template   %s\n", t->chat_template ? "yes" : "none");
+}
+
+static void print_config(const Model *m) {
+    static const char *const scalings[] = {"", ", stretched linearly", ", stretched by YaRN"};
     const Config *c = &m->config;
-    int n_ctx = choose_context(o, c);
-    size_t per_token = 2 * (size_t)c->n_layers * (size_t)kv_dim(c) * sizeof(float);
-    size_t weights = model_bytes_per_token(m) + (m->tied ? 0 : matrix_bytes(&m->embed));
-    printf("file            %s\n", m->path);
-    printf("format          %s\n", m->format);
     printf("dim             %d\nhidden_dim      %d\nn_layers        %d\n", c->dim, c->hidden_dim, c->n_layers);
     printf("n_heads         %d\nn_kv_heads      %d\nhead_dim        %d\n", c->n_heads, c->n_kv_heads, c->head_dim);
     printf("vocab_size      %d\ntrained context %d\n", c->vocab_size, c->n_ctx_train);
-    printf("norm epsilon    %g\nRoPE base       %g\n", (double)c->norm_eps, c->rope_base);
-    printf("output          %s\n", m->tied ? "tied to the embedding" : "separate");
-    printf("weights         %.1f MiB in memory, %.1f MiB read for each token\n", (double)weights / (1 << 20),
+    if (c->sliding_window) printf("sliding window  %d\n", c->sliding_window);
+    printf("norm epsilon    %g\nRoPE base       %g%s", (double)c->norm_eps, c->rope_base, scalings[c->rope_scaling]);
+    if (c->rope_scaling) printf(" by %g from %d", c->rope_factor, c->rope_n_ctx);
+    printf("\noutput          %s\n", m->tied ? "tied to the embedding" : "separate");
+}
+
+static void print_sizes(const Model *m, int n_ctx) {
+    const Config *c = &m->config;
+    double per_token = (double)c->n_layers * c->n_kv_heads * (double)cache_position_floats(c) * sizeof(float);
+    double weights = (double)model_bytes_per_token(m) + (m->tied ? 0 : (double)matrix_bytes(&m->embed));
+    printf("weights         %.1f MiB in memory, %.1f MiB read for each token\n", weights / (1 << 20),
            (double)model_bytes_per_token(m) / (1 << 20));
-    printf("KV cache        %zu bytes per token (f32), %.1f MiB for a context of %d\n", per_token,
-           (double)per_token * n_ctx / (1 << 20), n_ctx);
+    printf("KV cache        %.0f bytes per token (f32), %.1f MiB for a context of %d\n", per_token,
+           per_token * n_ctx / (1 << 20), n_ctx);
     const Layer *a = &m->layers[0];
-    printf("matrices        of the first layer stand for all\n");
+    printf("matrices        those of the first layer stand for all\n");
+    const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->up, &a->down};
+    static const char *const names[] = {"q", "k", "v", "o", "gate", "up", "down"};
     print_matrix("embed", &m->embed, 1);
-    print_matrix("q", &a->q, c->n_layers);
-    print_matrix("k", &a->k, c->n_layers);
-    print_matrix("v", &a->v, c->n_layers);
-    print_matrix("o", &a->o, c->n_layers);
-    print_matrix("gate", &a->gate, c->n_layers);
-    print_matrix("up", &a->up, c->n_layers);
-    print_matrix("down", &a->down, c->n_layers);
+    for (int i = 0; i < 7; i++) print_matrix(names[i], all[i], c->n_layers);
     if (!m->tied) print_matrix("output", &m->output, 1);
+}
+
+static int mode_info(const Options *o) {
+    if (!o->checkpoint) die_usage("info: expected a checkpoint, as in: run model.bin -m info");
+    Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
+    Tokenizer *t = checkpoint->gguf ? tokenizer_load(checkpoint) : NULL;
+    printf("file            %s\n", o->checkpoint);
+    if (checkpoint->gguf && !checkpoint->gguf->n_tensors) {
+        String arch = gguf_string(checkpoint->gguf, "general.architecture");
+        printf("format          GGUF version %d, a vocabulary alone\n", checkpoint->gguf->version);
+        printf("architecture    %.*s\n", (int)min_int((int)arch.len, 80), arch.text);
+        print_tokenizer(t);
+    } else {
+        Model *m = model_load(checkpoint, choose_threads(o));
+        printf("format          %s\n", m->format);
+        if (m->name[0]) printf("name            %s\n", m->name);
+        print_config(m);
+        if (t) print_tokenizer(t);
+        print_sizes(m, choose_context(o, &m->config));
+        model_free(m);
+    }
     write_out("", 0);
-    model_free(m);
+    if (t) tokenizer_free(t);
+    checkpoint_close(checkpoint);
     return 0;
 }
 
@@ -2214,6 +3778,7 @@ static int mode_info(const Options *o) {
 // perplexity = exp(mean of -log p(token | what stands before it)). A text longer than the window is cut into windows that
 // overlap: each begins with BOS and holds window - 1 tokens of text, the next starts `stride` tokens later, and in each
 // only those tokens count that no earlier window has scored. So every token counts once, with some context before it.
+// A model without BOS has the token before the window in its place, and does not score the first of the text.
 
 enum { PERPLEXITY_ROWS = 32 }; // logits of so many positions are held at a time
 
@@ -2222,14 +3787,14 @@ typedef struct {
     size_t n, bytes;            // tokens scored, and the bytes they stand for
 } Surprise;
 
-// Score the tokens of one window, ids[0..n) behind a BOS, from index `first` on.
-static void score_window(Engine *e, const int *ids, int n, int first, Surprise *total) {
+// Score the tokens of one window, ids[0..n) behind `lead`, from index `first` on.
+static void score_window(Engine *e, int lead, const int *ids, int n, int first, Surprise *total) {
     Row rows[PERPLEXITY_ROWS];
     for (int done = 0; done < n && !interrupted;) { // row i holds the token before ids[i] and predicts ids[i]
         int count = min_int(n - done, PERPLEXITY_ROWS);
         for (int i = 0; i < count; i++) {
             int at = done + i;
-            rows[i] = (Row){at ? ids[at - 1] : e->tokenizer->bos, at, 0, at >= first};
+            rows[i] = (Row){at ? ids[at - 1] : lead, at, 0, at >= first};
         }
         forward(e->session, rows, count);
         for (int i = 0; i < e->session->n_wanted; i++) {
@@ -2238,43 +3803,52 @@ static void score_window(Engine *e, const int *ids, int n, int first, Surprise *
             double nll = -log_probability(logits, e->model->config.vocab_size, id);
             if (!isfinite(nll)) die("the logits are not finite numbers: the weights are broken");
             const Piece *piece = &e->tokenizer->pieces[id];
+            bool text = piece->type == NORMAL_PIECE || piece->type == USER_PIECE;
             total->sum += nll;
             total->sum_of_squares += nll * nll;
             total->n++;
-            total->bytes += piece->type == BYTE_PIECE ? 1 : (size_t)piece->len;
+            total->bytes += text ? (size_t)piece->len : 1;
         }
         done += count;
     }
 }
 
+static void print_perplexity(const Surprise *total, int window, int stride) {
+    double n = (double)total->n, mean = total->sum / n, variance = fmax(total->sum_of_squares / n - mean * mean, 0);
+    double perplexity = exp(mean), error = perplexity * sqrt(variance / n); // delta method
+    printf("perplexity %.4f ± %.4f, %.4f nats per token", perplexity, error, mean);
+    if (total->bytes) printf(", %.4f bits per byte", total->sum / M_LN2 / (double)total->bytes);
+    printf(" (%zu tokens, window %d, stride %d)%s\n", total->n, window, stride, interrupted ? ", interrupted" : "");
+}
+
 static int mode_perplexity(const Options *o) {
     if (!o->prompt && !o->file && !stdin_is_redirected())
         die_usage("perplexity: expected a text in --file, --prompt or standard input");
-    Text text = read_prompt(o, true);
     Engine e = {0};
     engine_load(&e, o);
-    Ids ids = {0};
-    tokenizer_encode(e.tokenizer, text.data, text.len, &ids);
-    if (ids.len == 0) die("perplexity: expected a text, got an empty one");
-    int n = o->n_tokens ? min_int(ids.len, o->n_tokens) : ids.len;
     int window = o->window ? o->window : min_int(512, e.model->config.n_ctx_train);
     int stride = o->stride ? o->stride : max_int(1, window / 2);
     if (window < 2) die_usage("--window: expected at least 2 (a BOS and a token), got %d", window);
     if (stride > window - 1)
         die_usage("--stride: expected at most window - 1 = %d, got %d: tokens would be left out", window - 1, stride);
+    note_long_context("--window", window, &e.model->config);
+    Text text = read_prompt(o, true);
+    Ids ids = {0};
+    tokenizer_encode(e.tokenizer, text.data, text.len, o->special, &ids);
+    bool bos = e.tokenizer->add_bos;
+    int begin = bos ? 0 : 1, scored = begin, n = ids.len;
+    if (n <= begin) die("perplexity: expected a text of at least %d tokens, got %d", begin + 1, n);
+    if (o->n_tokens) n = min_int(n, begin + o->n_tokens);
     e.session = session_open(e.model, window, 1, PERPLEXITY_ROWS, PERPLEXITY_ROWS, e.n_threads);
     catch_interrupt();
     Surprise total = {0};
-    for (int begin = 0, scored = 0; scored < n && !interrupted; begin += stride) {
-        int count = min_int(window - 1, n - begin);
-        score_window(&e, ids.id + begin, count, scored - begin, &total);
+    for (; scored < n && !interrupted; begin += stride) {
+        int count = min_int(window - 1, n - begin), lead = bos ? e.tokenizer->bos : ids.id[begin - 1];
+        score_window(&e, lead, ids.id + begin, count, scored - begin, &total);
         scored = begin + count;
     }
-    if (e.tokenizer->space_prefix) total.bytes--; // the space in front is not of the text
-    double mean = total.sum / (double)total.n, variance = total.sum_of_squares / (double)total.n - mean * mean;
-    double perplexity = exp(mean), error = perplexity * sqrt(fmax(variance, 0) / (double)total.n); // delta method
-    printf("perplexity %.4f ± %.4f, %.4f nats per token, %.4f bits per byte (%zu tokens, window %d, stride %d)\n",
-           perplexity, error, mean, total.sum / M_LN2 / (double)total.bytes, total.n, window, stride);
+    if (bos && e.tokenizer->space_prefix && total.bytes) total.bytes--; // the space in front is not of the text
+    if (total.n) print_perplexity(&total, window, stride);
     write_out("", 0);
     free(text.data);
     free(ids.id);
@@ -2283,7 +3857,7 @@ static int mode_perplexity(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §12 Command line
+// §16 Command line
 //
 // One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help read
 // the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
@@ -2305,11 +3879,13 @@ static const Option options[] = {
     {'i', "prompt", TEXT, AT(prompt), 0, 0, NULL, "TEXT", "the prompt (no escapes: use a file for line breaks)"},
     {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input"},
     {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
-     "steps, the prompt's included; 0: until the context is full (256)"},
+     "new tokens at most; 0: until the context is full (256)"},
     {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE", "generate, tokenize, info or perplexity"},
-    {'z', "tokenizer", TEXT, AT(tokenizer), 0, 0, "tokenizer.bin", "FILE", "the tokenizer"},
+    {'z', "tokenizer", TEXT, AT(tokenizer), 0, 0, NULL, "FILE",
+     "the tokenizer (the checkpoint's own, else tokenizer.bin)"},
     {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated"},
     {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token"},
+    {0, "special", FLAG, AT(special), 0, 0, NULL, NULL, "find special tokens such as <|im_start|> in the text"},
     {'t', "temperature", REAL, AT(temperature), 0, 1e6, "1.0", "T", "0 takes the most likely token"},
     {'p', "top-p", REAL, AT(top_p), 0, 1, "0.9", "P", "sample from the nucleus of mass P; 0 or 1: off"},
     {'k', "top-k", INTEGER, AT(top_k), 0, INT_MAX, "0", "K", "sample from the K most likely; 0: off"},
@@ -2318,7 +3894,9 @@ static const Option options[] = {
      "above 1: make tokens of the text so far less likely"},
     {'s', "seed", SEED, AT(seed), 0, 0, NULL, "N", "64-bit seed (from the clock; --stats shows it)"},
     {'c', "context", INTEGER, AT(context), 1, 1 << 26, NULL, "N", "positions to keep (the model's, at most 4096)"},
-    {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N", "threads (one for each physical core)"},
+    {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
+     "threads (one for each physical core; one for tiny models)"},
+    {0, "kv", TEXT, AT(kv), 0, 0, "f32", "TYPE", "type of the key/value cache: f32"},
     {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together"},
     {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "perplexity: tokens in a window (512)"},
     {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "perplexity: tokens from window to window (half)"},
@@ -2341,9 +3919,9 @@ static void print_help(void) {
     printf("       run stories.bin -i \"Once upon a time\" -n 100\n\n");
     for (int i = 0; i < N_OPTIONS; i++) {
         const Option *o = &options[i];
-        char left[64];
-        snprintf(left, sizeof left, o->letter ? "-%c, --%s %s" : "%.0d    --%s %s", o->letter, o->name,
-                 o->argument ? o->argument : "");
+        char letter[4] = "   ", left[64];
+        if (o->letter) snprintf(letter, sizeof letter, "-%c,", o->letter);
+        snprintf(left, sizeof left, "%s --%s %s", letter, o->name, o->argument ? o->argument : "");
         printf("  %-26s %s", left, o->help);
         if (o->initial) printf(" (%s)", o->initial);
         printf("\n");
@@ -2423,6 +4001,9 @@ static const Option *option_find(const char *argument, const char **value) {
     bool is_long = argument[1] == '-';
     const char *name = argument + (is_long ? 2 : 1), *equals = is_long ? strchr(name, '=') : NULL;
     size_t len = equals ? (size_t)(equals - name) : strlen(name);
+    for (int i = 0; i < N_OPTIONS && !is_long; i++) // -top-p is a slip, not -t with the value op-p
+        if (!strcmp(name, options[i].name))
+            die_usage("unknown option %s, did you mean --%s?", argument, options[i].name);
     for (int i = 0; i < N_OPTIONS; i++) {
         const Option *o = &options[i];
         if (is_long && strlen(o->name) == len && !memcmp(o->name, name, len)) {
@@ -2434,6 +4015,7 @@ static const Option *option_find(const char *argument, const char **value) {
             return o;
         }
     }
+    if (!is_long && strlen(name) == 1) unknown_option(argument, name);
     char bare[32];
     snprintf(bare, sizeof bare, "%.*s", (int)min_int((int)min_int(INT_MAX, (int)len), 31), name);
     unknown_option(argument, bare);
@@ -2477,6 +4059,7 @@ int main(int argc, char **argv) {
         write_out("", 0);
         status = 0;
     }
+    if (strcmp(o.kv, "f32")) die_usage("--kv: expected f32, got '%s'", o.kv);
     bool generating = !strcmp(o.mode, "generate");
     if (o.n_tokens < 0) o.n_tokens = generating ? 256 : 0;
     for (int i = 0; i < N_MODES && status < 0; i++)
@@ -2493,7 +4076,10 @@ int main(int argc, char **argv) {
 #define API __attribute__((visibility("default")))
 
 API void *lib_model(const char *path, int n_threads) {
-    return model_load(path, n_threads);
+    Checkpoint *checkpoint = checkpoint_open(path);
+    Model *m = model_load(checkpoint, n_threads);
+    checkpoint_close(checkpoint);
+    return m;
 }
 
 API void lib_model_free(void *model) {
@@ -2526,7 +4112,10 @@ API void lib_forward(void *session, int n, const int *token, const int *pos, con
 }
 
 API void *lib_tokenizer(const char *path) {
-    return tokenizer_load(path);
+    Checkpoint *checkpoint = checkpoint_open(path);
+    Tokenizer *t = tokenizer_load(checkpoint);
+    checkpoint_close(checkpoint);
+    return t;
 }
 
 API void lib_tokenizer_free(void *tokenizer) {
@@ -2537,7 +4126,7 @@ API int lib_encode(const void *tokenizer, const char *text, int len, int bos, in
     const Tokenizer *t = tokenizer;
     Ids ids = {0};
     if (bos) ids_append(&ids, t->bos);
-    tokenizer_encode(t, text, (size_t)len, &ids);
+    tokenizer_encode(t, text, (size_t)len, false, &ids);
     if (ids.len) memcpy(out, ids.id, (size_t)ids.len * sizeof *out);
     free(ids.id);
     return ids.len;
@@ -2567,11 +4156,22 @@ API int lib_sample(const float *logits, int n, float temperature, float top_p, i
     return id;
 }
 
-// y[n][rows] = x[n][cols] . w^T for a matrix given row by row: type F32, or I8 with scales [rows][cols / group].
-API void lib_matmul(int type, int rows, int cols, int group, const void *w, const float *scales, const float *x, int n,
-                    float *y, int n_threads) {
+API int lib_default_threads(void) {
+    return default_threads();
+}
+
+// A row of a GGUF format as floats, cols of them.
+API void lib_unpack(uint32_t format, const uint8_t *row, int cols, float *out) {
+    unpack_row(format_by_id(format), row, cols, out);
+}
+
+// y[n][rows] = x[n][cols] . w^T for a matrix as a file stores it, row by row: a format of GGUF by its id (F32 is 0), or,
+// with scales (float [rows][cols / group]), int8. Where `back` is not NULL it gets the matrix out of its panels again.
+API void lib_matmul(uint32_t format, int rows, int cols, int group, const uint8_t *w, const uint8_t *scales,
+                    const float *x, int n, float *y, int n_threads, float *back) {
     Model m = {.n_threads = n_threads};
-    Matrix matrix = matrix_load(&m, (Type)type, rows, cols, group, w, (const uint8_t *)scales);
+    Matrix matrix = matrix_load(&m, rows, cols, (Source){format_by_id(format), w, scales, group, 0});
+    for (int r = 0; back && r < rows; r++) matrix_row(back + (size_t)r * (size_t)cols, &matrix, r);
     size_t stride = pad((size_t)cols, BLOCK), y_stride = pad((size_t)rows, PANEL), count = (size_t)n;
     Activations in = {stride, alloc(count * stride, sizeof(float), "x"), alloc(count * stride, 1, "x"),
                       alloc(count * stride / BLOCK, sizeof(float), "x"),

@@ -301,7 +301,7 @@ class Engine:
         lib.lib_forward.restype = None
         lib.lib_forward.argtypes = [void, int_] + [pointer(i32)] * 3 + [pointer(u8), pointer(f32)]
         lib.lib_matmul.restype = None
-        lib.lib_matmul.argtypes = [int_] * 4 + [void, void, pointer(f32), int_, pointer(f32), int_]
+        lib.lib_matmul.argtypes = [int_] * 4 + [void, void, pointer(f32), int_, pointer(f32), int_, void]
 
     @contextmanager
     def session(self, checkpoint, n_ctx=128, n_seqs=1, max_rows=128, threads=1):
@@ -332,9 +332,8 @@ class Engine:
         """y [n, rows] = x [n, cols]·wᵀ; w: [rows, cols] float32, or int8 with scale [rows, cols/group]."""
         (rows, cols), n = w.shape, len(x)
         y = np.full((n, rows), np.nan, f32)
-        type_, group = (0, 0) if scale is None else (3, cols // scale.shape[1])
-        scale_at = None if scale is None else scale.ctypes.data
-        self.lib.lib_matmul(type_, rows, cols, group, w.ctypes.data, scale_at, x, n, y, threads)
+        group, scale_at = (0, None) if scale is None else (cols // scale.shape[1], scale.ctypes.data)
+        self.lib.lib_matmul(0, rows, cols, group, w.ctypes.data, scale_at, x, n, y, threads, None)
         return y
 
 
@@ -1704,7 +1703,7 @@ def test_info(small, version):
 # ---- hostile files, on the sanitizer build ----
 
 SANITIZERS = dict(
-    ASAN_OPTIONS="exitcode=99:detect_leaks=0:allocator_may_return_null=1",
+    ASAN_OPTIONS="exitcode=99:allocator_may_return_null=1",
     UBSAN_OPTIONS="exitcode=99:halt_on_error=1",
 )
 EXTREMES = [0, -1, 1, 2**31 - 1, -(2**31)]
