@@ -256,6 +256,22 @@ static float reader_f32(Reader *r, const char *what) {
     return value;
 }
 
+static uint32_t reader_u32(Reader *r, const char *what) {
+    return (uint32_t)reader_i32(r, what);
+}
+
+static uint64_t reader_u64(Reader *r, const char *what) {
+    uint64_t value;
+    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
+    return value;
+}
+
+static double reader_f64(Reader *r, const char *what) {
+    double value;
+    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
+    return value;
+}
+
 // n floats, copied.
 static float *reader_f32_array(Reader *r, size_t n, const char *what) {
     const uint8_t *bytes = reader_take(r, product(n, sizeof(float), what), what);
@@ -327,6 +343,11 @@ static void heap_push(Ranked *heap, int *n, Ranked entry) {
 // the file has f16, else as f32: nothing is lost. Activations are quantised on the fly in blocks of 32 (quantize_row).
 
 typedef enum { F32, F16, BF16, I8, I4 } Type;
+
+static const char *type_name(Type type) {
+    static const char *const names[] = {"f32", "f16", "bf16", "int8", "int4"};
+    return names[type];
+}
 
 enum {
     PANEL = 16, // rows in a panel
@@ -605,16 +626,18 @@ typedef struct {
 typedef struct {
     Config config;
     const char *path;
-    char format[80], name[80]; // what kind of file it is; what the file calls itself
-    Matrix embed, output;      // [vocab_size, dim] both; the same panels where they are tied
-    Layer *layers;             // [n_layers]
-    const float *final_norm;   // [dim]
-    double *rope_freqs;        // [head_dim / 2], radians per position
-    float rope_magnitude;      // YaRN lengthens queries and keys a little
-    bool tied;                 // output is embed
-    bool any_quantized;        // some matrix wants quantised activations
-    bool counts_prompt;        // llama2.c: -n counts the prompt's tokens too
-    int n_threads;             // for loading
+    char format[80], name[88];  // what kind of file it is; what the file calls itself
+    Matrix embed, output;       // [vocab_size, dim] both; the same panels where they are tied
+    Layer *layers;              // [n_layers]
+    const float *final_norm;    // [dim]
+    double *rope_freqs;         // [head_dim / 2], radians per position
+    const float *rope_divisors; // [head_dim / 2] or NULL: what the file divides them by
+    float rope_magnitude;       // YaRN lengthens queries and keys a little
+    bool tied;                  // output is embed
+    bool any_quantized;         // some matrix wants quantised activations
+    bool counts_prompt;         // llama2.c: -n counts the prompt's tokens too
+    int n_threads;              // for loading
+    Mapping file;               // flat checkpoints: what all pointers above point into; else empty
 } Model;
 
 static int q_dim(const Config *c) {
@@ -775,7 +798,8 @@ static size_t model_bytes_per_token(const Model *m) {
 }
 
 static void model_free(Model *m) {
-    for (int l = 0; l < m->config.n_layers; l++) {
+    bool flat = m->file.data != NULL; // then everything below lies in the file
+    for (int l = 0; l < m->config.n_layers && !flat; l++) {
         Layer *a = &m->layers[l];
         Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) matrix_free(all[i]);
@@ -783,9 +807,13 @@ static void model_free(Model *m) {
                                   a->v_bias,    a->o_bias,   a->q_norm, a->k_norm};
         for (size_t i = 0; i < sizeof vectors / sizeof *vectors; i++) free((void *)vectors[i]);
     }
-    if (!m->tied) matrix_free(&m->output);
-    matrix_free(&m->embed);
-    free((void *)m->final_norm);
+    if (!flat) {
+        if (!m->tied) matrix_free(&m->output);
+        matrix_free(&m->embed);
+        free((void *)m->final_norm);
+        free((void *)m->rope_divisors);
+    }
+    unmap_file(&m->file);
     free(m->rope_freqs);
     free(m->layers);
     free(m);
@@ -818,6 +846,14 @@ static void config_check(const Config *c, const char *path, const char *format) 
         die("%s: not a sound %s: expected an even head_dim (RoPE turns pairs), got %d", path, format, c->head_dim);
     if ((size_t)c->n_heads * (size_t)c->head_dim > 1 << 22)
         die("%s: not a sound %s: %d heads of %d are too wide", path, format, c->n_heads, c->head_dim);
+    if (c->sliding_window < 0)
+        die("%s: not a sound %s: expected a sliding window of at least 0, got %d", path, format, c->sliding_window);
+    if (!(c->norm_eps >= 0 && c->norm_eps < 1))
+        die("%s: not a sound %s: expected a norm epsilon from 0 to 1, got %g", path, format, (double)c->norm_eps);
+    if (!(c->rope_base > 1 && c->rope_base < 1e12) || !(c->rope_factor >= 1e-3 && c->rope_factor <= 1e6) ||
+        c->rope_n_ctx < 1 || c->rope_scaling > ROPE_YARN)
+        die("%s: not a sound %s: RoPE has base %g, scaling %d, factor %g, context %d", path, format, c->rope_base,
+            c->rope_scaling, c->rope_factor, c->rope_n_ctx);
 }
 
 // The file's bytes have been turned into panels: let go of the memory that they occupy here.
@@ -1077,6 +1113,13 @@ ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p
     EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
 }
 
+// Four int8 as one word.
+static inline int32_t load_i32(const int8_t *p) {
+    int32_t word;
+    memcpy(&word, p, sizeof word);
+    return word;
+}
+
 // Scales or minima of one vector.
 ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) {
     return w->scale_type == F16 ? floats_load_f16((const uint16_t *)array + at)
@@ -1110,11 +1153,15 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, Type type, int block
                     if (type == I4) high[v] = ints_high_nibbles(words);
                 }
                 EACH_ROW {
-                    int32_t four[2]; // columns of x: 4 int8 each
-                    memcpy(four, x->q + (size_t)(row + r) * x->stride + (size_t)(k + i), (size_t)step_columns(type));
-                    EACH_VECTOR dot[r][v] = type == I8 ? ints_dot_int8(dot[r][v], low[v], ints_set(four[0]))
-                                                       : ints_dot_nibbles(dot[r][v], low[v], ints_set(four[0]));
-                    if (type == I4) EACH_VECTOR dot[r][v] = ints_dot_nibbles(dot[r][v], high[v], ints_set(four[1]));
+                    const int8_t *q = x->q + (size_t)(row + r) * x->stride + (size_t)(k + i);
+                    Ints first = ints_set(load_i32(q)), second = type == I4 ? ints_set(load_i32(q + 4)) : first;
+                    EACH_VECTOR {
+                        if (type == I8) dot[r][v] = ints_dot_int8(dot[r][v], low[v], first);
+                        else {
+                            dot[r][v] = ints_dot_nibbles(dot[r][v], low[v], first);
+                            dot[r][v] = ints_dot_nibbles(dot[r][v], high[v], second);
+                        }
+                    }
                 }
             }
             EACH_VECTOR {
@@ -1200,13 +1247,15 @@ static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t
 }
 
 // y[r] = W x[r], r < n_rows. y: [n_rows, y_stride], y_stride >= rows rounded up to whole panels. Every thread of a
-// parallel region calls it; they share the panels, and all leave when y is complete. Neighbouring panels go to one
-// thread: long runs of memory are what the memory system likes.
+// parallel region calls it; they share the panels. Neighbouring panels go to one thread: long runs of memory are what the
+// memory system likes. A thread returns when its share is done, so that products of the same x can follow without a
+// pause; who reads y waits at a barrier first.
 static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, const Matrix *w) {
     int n_panels = (int)matrix_panels(w);
-#pragma omp for schedule(static)
-    for (int p = 0; p < n_panels; p += TILE_PANELS) {
-        int n = min_int(TILE_PANELS, n_panels - p);
+    int most = n_rows == 1 && is_quantized(w->type) ? 1 : TILE_PANELS; // one row: one long run of memory, not two
+#pragma omp for schedule(static) nowait
+    for (int p = 0; p < n_panels; p += most) {
+        int n = min_int(most, n_panels - p);
         float *out = y + (size_t)p * PANEL;
         if (is_quantized(w->type)) {
             multiply_quantized(n, n_rows, w, (size_t)p, x, out, y_stride);
@@ -1289,9 +1338,9 @@ static double yarn_share(const Config *c, int i) {
 }
 
 // RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians (Su et al. 2021, eq. 15). A model stretched to a
-// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; `divisors`
-// (float [head_dim / 2] or NULL) is a list from the file, as Llama 3 has it.
-static void rope_prepare(Model *m, const uint8_t *divisors) {
+// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; or by a list of
+// divisors in the file, as Llama 3 does.
+static void rope_prepare(Model *m) {
     const Config *c = &m->config;
     m->rope_freqs = alloc((size_t)c->head_dim / 2, sizeof *m->rope_freqs, "RoPE frequencies");
     m->rope_magnitude = c->rope_scaling == ROPE_YARN ? (float)(0.1 * log(c->rope_factor) + 1) : 1;
@@ -1299,8 +1348,7 @@ static void rope_prepare(Model *m, const uint8_t *divisors) {
         double freq = pow(c->rope_base, -2.0 * i / c->head_dim), share = 0;
         if (c->rope_scaling == ROPE_LINEAR) share = 1;
         if (c->rope_scaling == ROPE_YARN) share = yarn_share(c, i);
-        float divisor = 1;
-        if (divisors) memcpy(&divisor, divisors + 4 * i, 4);
+        double divisor = m->rope_divisors ? (double)m->rope_divisors[i] : 1;
         m->rope_freqs[i] = (freq * (1 - share) + freq / c->rope_factor * share) / divisor;
     }
 }
@@ -1573,7 +1621,7 @@ static void norm_rows(Session *s, const float *weight, int n) {
 
 // x += branch + bias, the residual connection. bias: [dim] or NULL
 static void add_branch(Session *s, const float *bias, int n) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait // norm_rows gives the same rows to the same threads
     for (int r = 0; r < n; r++) {
         float *x = s->x + (size_t)r * s->dim_stride, *branch = s->branch + (size_t)r * s->dim_stride;
         for (int i = 0; bias && i < s->model->config.dim; i++) branch[i] += bias[i];
@@ -1673,6 +1721,7 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
     matmul(s->q, s->q_stride, &s->in, n, &a->q);
     matmul(s->k, s->kv_stride, &s->in, n, &a->k);
     matmul(s->v, s->kv_stride, &s->in, n, &a->v);
+#pragma omp barrier
     rotate_and_store(s, layer, rows, n);
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < s->n_spans * s->model->config.n_kv_heads; i++)
@@ -1681,6 +1730,7 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
 #pragma omp for schedule(static)
     for (int r = 0; r < n; r++) quantize_row(&s->in, r, q_dim(&s->model->config));
     matmul(s->branch, s->dim_stride, &s->in, n, &a->o);
+#pragma omp barrier
     add_branch(s, a->o_bias, n);
 }
 
@@ -1691,6 +1741,7 @@ static void feed_forward(Session *s, int layer, int n) {
     norm_rows(s, a->ffn_norm, n);
     matmul(s->gate, s->hidden_stride, &s->in, n, &a->gate);
     matmul(s->up, s->hidden_stride, &s->in, n, &a->up);
+#pragma omp barrier
 #pragma omp for schedule(static)
     for (int r = 0; r < n; r++) {
         size_t at = (size_t)r * s->hidden_stride;
@@ -1698,12 +1749,14 @@ static void feed_forward(Session *s, int layer, int n) {
         quantize_row(&s->in, r, c->hidden_dim);
     }
     matmul(s->branch, s->dim_stride, &s->in, n, &a->down);
+#pragma omp barrier
     add_branch(s, NULL, n);
 }
 
 // logits = Woutput norm(x), for the rows that want them, in their order
 static void classify(Session *s) {
     const Model *m = s->model;
+#pragma omp barrier // a wanted row may have been another thread's
 #pragma omp for schedule(static)
     for (int i = 0; i < s->n_wanted; i++) norm_row(s, m->final_norm, s->wanted[i], i);
     matmul(s->logits, s->vocab_stride, &s->in, s->n_wanted, &m->output);
@@ -1783,16 +1836,6 @@ typedef struct {
     GgufKey *keys;       // sorted by key
     GgufTensor *tensors; // sorted by name
 } Gguf;
-
-static uint32_t reader_u32(Reader *r, const char *what) {
-    return (uint32_t)reader_i32(r, what);
-}
-
-static uint64_t reader_u64(Reader *r, const char *what) {
-    uint64_t value;
-    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
-    return value;
-}
 
 static String reader_string(Reader *r, const char *what) {
     uint64_t len = reader_u64(r, what);
@@ -2109,10 +2152,6 @@ static void gguf_rope(const Gguf *g, Config *c) {
     int turned = gguf_arch_int(g, "rope.dimension_count", c->head_dim);
     if (turned != c->head_dim)
         die("%s: RoPE turns %d of %d dimensions of a head; expected all", g->file->path, turned, c->head_dim);
-    if (!(c->rope_base > 1 && isfinite(c->rope_base)) || !(c->rope_factor >= 1e-3 && c->rope_factor <= 1e6) ||
-        c->rope_n_ctx < 1)
-        die("%s: RoPE: expected a base above 1 and a factor above 0, got %g and %g", g->file->path, c->rope_base,
-            c->rope_factor);
 }
 
 // The hyperparameters, from the metadata; a file with a vocabulary alone may lack them.
@@ -2138,8 +2177,6 @@ static Config gguf_config(const Gguf *g) {
     if (gguf_arch_int(g, "attention.value_length", c.head_dim) != c.head_dim)
         die("%s: keys and values have different widths; expected the same", g->file->path);
     if (gguf_arch_int(g, "expert_count", 0) > 0) die("%s: a mixture of experts; expected a dense model", g->file->path);
-    if (!(c.norm_eps >= 0 && c.norm_eps < 1))
-        die("%s: expected a norm epsilon from 0 to 1, got %g", g->file->path, (double)c.norm_eps);
     gguf_rope(g, &c);
     return c;
 }
@@ -2181,9 +2218,8 @@ static void gguf_load(Model *m, Gguf *g) {
     m->output = m->tied ? m->embed : gguf_matrix(m, g, -1, "output.weight", c->vocab_size, c->dim, 0);
     m->final_norm = gguf_vector(g, -1, "output_norm.weight", c->dim, 0, false);
     for (int l = 0; l < c->n_layers; l++) gguf_layer(m, g, l);
-    float *divisors = gguf_vector(g, -1, "rope_freqs.weight", c->head_dim / 2, 0, true);
-    rope_prepare(m, (const uint8_t *)divisors);
-    free(divisors);
+    m->rope_divisors = gguf_vector(g, -1, "rope_freqs.weight", c->head_dim / 2, 0, true);
+    rope_prepare(m);
     for (int i = 0; i < g->n_tensors; i++) // a tensor that nobody asked for belongs to a network that is not this one
         if (!g->tensors[i].used)
             die("%s: tensor %.*s has no place in this architecture", g->file->path, (int)g->tensors[i].name.len,
@@ -2193,7 +2229,7 @@ static void gguf_load(Model *m, Gguf *g) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §9 Checkpoints
 //
-// llama2.c's own files, and how to tell what a file is. A loader reads the header, checks that the file is exactly as long
+// llama2.c's own files, the flat checkpoint that continues them, and how to tell what a file is. A loader reads the header, checks that the file is exactly as long
 // as it implies, and hands each matrix to §3.
 
 // --- llama2.c checkpoints, versions 0, 1 and 2
@@ -2219,7 +2255,7 @@ static Config llama2c_header(Reader *r, Llama2c *h) {
         reader_i32(r, "magic");
         h->version = reader_i32(r, "version");
         if (h->version < 1 || h->version > 2)
-            die("%s: expected a llama2.c checkpoint of version 0, 1 or 2, got version %d", r->path, h->version);
+            die("%s: expected a checkpoint of version 0, 1, 2 or 3, got version %d", r->path, h->version);
     }
     Config c = {.norm_eps = 1e-5f, .rope_base = 10000, .rope_factor = 1};
     c.dim = reader_i32(r, "dim");
@@ -2228,7 +2264,7 @@ static Config llama2c_header(Reader *r, Llama2c *h) {
     c.n_heads = reader_i32(r, "n_heads");
     c.n_kv_heads = reader_i32(r, "n_kv_heads");
     c.vocab_size = reader_i32(r, "vocab_size");
-    c.n_ctx_train = reader_i32(r, "context length");
+    c.n_ctx_train = c.rope_n_ctx = reader_i32(r, "context length");
     h->shared_classifier = c.vocab_size > 0;
     if (h->version == 0 && c.vocab_size < 0) c.vocab_size = c.vocab_size == INT_MIN ? 0 : -c.vocab_size;
     if (h->version >= 1) h->shared_classifier = *reader_take(r, 1, "shared_classifier");
@@ -2331,7 +2367,161 @@ static void llama2c_load(Model *m, const Mapping *file) {
 #undef EACH_LAYER
 #undef NORM
 #undef MATRIX
-    rope_prepare(m, NULL);
+    rope_prepare(m);
+}
+
+// --- version 3, the flat checkpoint: the panels lie in the file as §4 wants them (doc/formats.md has it byte by byte)
+//
+//   header of 256 bytes:  magic, version, file size, tensor count, flags, offsets of table and tokenizer, hyperparameters, name
+//   table:                64 bytes for each tensor: kind, layer, type, shape, group, scale type, zero, three offsets
+//   then, each on a multiple of 64: panels, scales, minima; and the tokenizer
+
+enum { FLAT_ALIGNMENT = 64, FLAT_TIED = 1, FLAT_TOKENIZER = 2 };
+
+// The tensors by kind: where in Model or Layer they go, and their shape, a letter for each dimension.
+static const struct {
+    const char *name;
+    bool in_layer, matrix, optional;
+    size_t at;
+    char rows, cols;
+} flat_tensors[] = {
+    {"embedding", false, true, false, offsetof(Model, embed), 'V', 'D'},
+    {"output", false, true, true, offsetof(Model, output), 'V', 'D'},
+    {"final norm", false, false, false, offsetof(Model, final_norm), '1', 'D'},
+    {"attention norm", true, false, false, offsetof(Layer, attn_norm), '1', 'D'},
+    {"feed-forward norm", true, false, false, offsetof(Layer, ffn_norm), '1', 'D'},
+    {"q", true, true, false, offsetof(Layer, q), 'Q', 'D'},
+    {"k", true, true, false, offsetof(Layer, k), 'K', 'D'},
+    {"v", true, true, false, offsetof(Layer, v), 'K', 'D'},
+    {"o", true, true, false, offsetof(Layer, o), 'D', 'Q'},
+    {"gate", true, true, false, offsetof(Layer, gate), 'F', 'D'},
+    {"up", true, true, false, offsetof(Layer, up), 'F', 'D'},
+    {"down", true, true, false, offsetof(Layer, down), 'D', 'F'},
+    {"q bias", true, false, true, offsetof(Layer, q_bias), '1', 'Q'},
+    {"k bias", true, false, true, offsetof(Layer, k_bias), '1', 'K'},
+    {"v bias", true, false, true, offsetof(Layer, v_bias), '1', 'K'},
+    {"o bias", true, false, true, offsetof(Layer, o_bias), '1', 'D'},
+    {"q norm", true, false, true, offsetof(Layer, q_norm), '1', 'H'},
+    {"k norm", true, false, true, offsetof(Layer, k_norm), '1', 'H'},
+    {"RoPE divisors", false, false, true, offsetof(Model, rope_divisors), '1', 'R'},
+};
+enum { N_FLAT_TENSORS = sizeof flat_tensors / sizeof *flat_tensors };
+
+static int flat_dim(const Config *c, char letter) {
+    switch (letter) {
+    case 'V': return c->vocab_size;
+    case 'D': return c->dim;
+    case 'Q': return q_dim(c);
+    case 'K': return kv_dim(c);
+    case 'F': return c->hidden_dim;
+    case 'H': return c->head_dim;
+    case 'R': return c->head_dim / 2;
+    default: return 1;
+    }
+}
+
+// Where a tensor of this kind and layer goes.
+static void *flat_place(Model *m, int kind, int layer) {
+    return (char *)(flat_tensors[kind].in_layer ? (void *)&m->layers[layer] : (void *)m) + flat_tensors[kind].at;
+}
+
+// n bytes of the file at an offset that the file itself names.
+static const void *flat_data(const Mapping *file, uint64_t offset, size_t n, const char *what) {
+    if (offset % FLAT_ALIGNMENT || offset > file->size || n > file->size - offset)
+        die("%s: tensor %s: expected %zu bytes at a multiple of %d within the file of %zu bytes, got offset %llu",
+            file->path, what, n, FLAT_ALIGNMENT, file->size, (unsigned long long)offset);
+    return file->data + offset;
+}
+
+// One entry of the table.
+static void flat_tensor(Model *m, const Mapping *file, Reader *r) {
+    const Config *c = &m->config;
+    int kind = reader_i32(r, "kind of a tensor"), layer = reader_i32(r, "layer of a tensor");
+    if (kind < 0 || kind >= N_FLAT_TENSORS)
+        die("%s: expected kinds of tensors below %d, got %d", r->path, N_FLAT_TENSORS, kind);
+    const char *name = flat_tensors[kind].name;
+    bool in_layer = flat_tensors[kind].in_layer;
+    if (in_layer ? layer < 0 || layer >= c->n_layers : layer != -1)
+        die("%s: tensor %s: there is no layer %d", r->path, name, layer);
+    Matrix w = {(Type)reader_i32(r, "type"),
+                reader_i32(r, "rows"),
+                reader_i32(r, "cols"),
+                reader_i32(r, "group"),
+                F32,
+                0,
+                0,
+                0,
+                0};
+    w.scale_type = (Type)reader_i32(r, "scale type");
+    w.zero = reader_i32(r, "zero");
+    uint64_t panels = reader_u64(r, "offset"), scales = reader_u64(r, "offset"), mins = reader_u64(r, "offset");
+    reader_take(r, 8, "end of an entry");
+    int rows = flat_dim(c, flat_tensors[kind].rows), cols = flat_dim(c, flat_tensors[kind].cols);
+    if (w.rows != rows || w.cols != cols)
+        die("%s: tensor %s of layer %d: expected [%d, %d], got [%d, %d]", r->path, name, layer, rows, cols, w.rows,
+            w.cols);
+    bool sound =
+        w.type <= I4 && w.cols % step_columns(w.type) == 0 && w.scale_type <= F16 && (w.zero == 0 || w.zero == 8);
+    if (w.type == I8) sound = sound && w.group >= 16 && w.group % 16 == 0 && w.cols % w.group == 0;
+    if (w.type == I4) sound = sound && w.group == 32 && w.cols % 32 == 0;
+    if (!flat_tensors[kind].matrix) sound = w.type == F32;
+    if (!sound)
+        die("%s: tensor %s of layer %d: type %d, group %d, scale type %d and zero %d do not go together", r->path, name,
+            layer, w.type, w.group, w.scale_type, w.zero);
+    void *place = flat_place(m, kind, layer);
+    if (flat_tensors[kind].matrix ? ((Matrix *)place)->panels != NULL : *(const float **)place != NULL)
+        die("%s: tensor %s of layer %d is there twice", r->path, name, layer);
+    if (!flat_tensors[kind].matrix) {
+        *(const float **)place = flat_data(file, panels, (size_t)cols * sizeof(float), name);
+        return;
+    }
+    size_t n = matrix_panels(&w);
+    w.panels = flat_data(file, panels, n * panel_words(&w) * 4, name);
+    if (is_quantized(w.type)) w.scales = flat_data(file, scales, n * panel_scales(&w) * scale_bytes(&w), name);
+    if (is_quantized(w.type) && mins) w.mins = flat_data(file, mins, n * panel_scales(&w) * scale_bytes(&w), name);
+    m->any_quantized |= is_quantized(w.type);
+    *(Matrix *)place = w;
+}
+
+static void flat_config(Config *c, Reader *r) {
+    int *fields[] = {&c->dim,      &c->hidden_dim, &c->n_layers,    &c->n_heads,       &c->n_kv_heads,
+                     &c->head_dim, &c->vocab_size, &c->n_ctx_train, &c->sliding_window};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) *fields[i] = reader_i32(r, "hyperparameters");
+    c->rope_scaling = (RopeScaling)reader_i32(r, "RoPE scaling");
+    c->rope_n_ctx = reader_i32(r, "context before scaling");
+    c->norm_eps = reader_f32(r, "norm epsilon");
+    c->rope_base = reader_f64(r, "RoPE base");
+    c->rope_factor = reader_f64(r, "RoPE factor");
+    config_check(c, r->path, "flat checkpoint");
+}
+
+static void flat_load(Model *m, Mapping *file) {
+    Reader reader = {file->path, file->data, file->size, 8}, *r = &reader;
+    uint64_t size = reader_u64(r, "file size");
+    if (size != r->size) die("%s: truncated: expected %llu bytes, got %zu", r->path, (unsigned long long)size, r->size);
+    uint32_t n = reader_u32(r, "number of tensors"), flags = reader_u32(r, "flags");
+    uint64_t table = reader_u64(r, "offset of the table");
+    reader_u64(r, "offset of the tokenizer");
+    flat_config(&m->config, r);
+    memcpy(m->name, reader_take(r, sizeof m->name, "name"), sizeof m->name - 1);
+    if (n > r->size / 64) die("%s: expected at most %zu tensors in this file, got %u", r->path, r->size / 64, n);
+    r->pos = (size_t)((const uint8_t *)flat_data(file, table, (size_t)n * 64, "table") - file->data);
+    m->tied = flags & FLAT_TIED;
+    m->layers = alloc((size_t)m->config.n_layers, sizeof *m->layers, "layers");
+    for (uint32_t i = 0; i < n; i++) flat_tensor(m, file, r);
+    if (m->tied && !m->output.panels) m->output = m->embed;
+    for (int kind = 0; kind < N_FLAT_TENSORS; kind++)
+        for (int l = 0; l < (flat_tensors[kind].in_layer ? m->config.n_layers : 1); l++) {
+            const void *place = flat_place(m, kind, l);
+            bool there =
+                flat_tensors[kind].matrix ? ((const Matrix *)place)->panels != NULL : *(float *const *)place != NULL;
+            if (!there && (!flat_tensors[kind].optional || kind == 1))
+                die("%s: tensor %s is missing (layer %d)", r->path, flat_tensors[kind].name, l);
+        }
+    snprintf(m->format, sizeof m->format, "flat checkpoint (version 3), %s", type_name(m->layers[0].q.type));
+    rope_prepare(m);
+    m->file = *file; // the model lives in the file, which stays mapped as long as it does
+    file->data = NULL;
 }
 
 // --- any checkpoint
@@ -2339,7 +2529,8 @@ static void llama2c_load(Model *m, const Mapping *file) {
 // An open file, recognised by its first bytes. It stays where it is allocated: the parts point to it.
 typedef struct {
     Mapping file;
-    Gguf *gguf; // NULL: llama2.c
+    Gguf *gguf; // or NULL
+    bool flat;  // neither: llama2.c
 } Checkpoint;
 
 // Name the formats that people try and this program does not read, each with the way out.
@@ -2363,6 +2554,7 @@ static Checkpoint *checkpoint_open(const char *path) {
     c->file = map_file(path);
     refuse_other_formats(&c->file);
     if (c->file.size >= 4 && !memcmp(c->file.data, "GGUF", 4)) c->gguf = gguf_open(&c->file);
+    c->flat = c->file.size >= 8 && !memcmp(c->file.data, "24ka\3\0\0\0", 8);
     return c;
 }
 
@@ -2377,6 +2569,7 @@ static Model *model_load(Checkpoint *checkpoint, int n_threads) {
     m->path = checkpoint->file.path;
     m->n_threads = n_threads;
     if (checkpoint->gguf) gguf_load(m, checkpoint->gguf);
+    else if (checkpoint->flat) flat_load(m, &checkpoint->file);
     else llama2c_load(m, &checkpoint->file);
     return m;
 }
@@ -2710,6 +2903,12 @@ typedef struct {
     char *chat_template; // or NULL
 } Tokenizer;
 
+static uint32_t power_of_two_above(uint32_t n) {
+    uint32_t size = 16;
+    while (size <= n) size *= 2;
+    return size;
+}
+
 static uint32_t hash_bytes(const char *bytes, size_t n) { // FNV-1a
     uint32_t h = 2166136261u;
     for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)bytes[i]) * 16777619u;
@@ -2739,18 +2938,25 @@ static Merge *merge_slot(const Tokenizer *t, int left, int right) {
     return &t->merges[slot];
 }
 
+static void merges_open(Tokenizer *t, uint32_t n) {
+    t->merges_size = power_of_two_above(2 * n);
+    t->merges = alloc(t->merges_size, sizeof *t->merges, "merges");
+    for (uint32_t i = 0; i < t->merges_size; i++) t->merges[i].left = -1;
+}
+
+// A pair that is no pair of pieces is left out: no text can contain it. Of two equal pairs the first counts.
+static void merges_add(Tokenizer *t, int left, int right, int rank) {
+    if (left < 0 || right < 0 || left >= t->n_pieces || right >= t->n_pieces) return;
+    Merge *slot = merge_slot(t, left, right);
+    if (slot->left < 0) *slot = (Merge){left, right, rank};
+}
+
 // The byte that a piece "<0xHH>" stands for, or -1.
 static int byte_of_piece(const char *text, int len) {
     static const char digits[] = "0123456789ABCDEF";
     if (len != 6 || memcmp(text, "<0x", 3) || text[5] != '>') return -1;
     const char *high = memchr(digits, text[3], 16), *low = memchr(digits, text[4], 16);
     return high && low ? (int)((high - digits) * 16 + (low - digits)) : -1;
-}
-
-static uint32_t power_of_two_above(uint32_t n) {
-    uint32_t size = 16;
-    while (size <= n) size *= 2;
-    return size;
 }
 
 static int compare_longest_first(const void *a, const void *b) {
@@ -3027,7 +3233,47 @@ static void decoder_push(Decoder *d, const Tokenizer *t, int id, Text *out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §12 Vocabularies
 //
-// Where the pieces come from: llama2.c's tokenizer.bin, or the metadata of a GGUF file.
+// Where the pieces come from: llama2.c's tokenizer.bin, the metadata of a GGUF file, or a flat checkpoint.
+
+// What `tokenizer.ggml.pre` may say.
+static const struct {
+    const char *name;
+    Stage stages[MAX_STAGES];
+    bool whole_words, add_bos;
+} pre_tokenizers[] = {
+    {"default", {PUNCTUATION, GPT2, NUMBERS, THREE_DIGITS}, false, false},
+    {"gpt-2", {GPT2}, false, false},
+    {"llama-bpe", {LLAMA3}, true, true},
+    {"qwen2", {QWEN2}, false, false},
+    {"deepseek-r1-qwen", {QWEN2}, false, false},
+    {"smollm", {ONE_NUMBER, GPT2}, false, false},
+    {"refact", {ONE_NUMBER, GPT2}, false, false},
+    {"starcoder", {ONE_NUMBER, GPT2}, false, false},
+    {"tekken", {TEKKEN}, true, true},
+};
+
+// Which of the two families, and for the byte-level one its pre-tokenizer. Returns whether such vocabularies begin a text
+// with BOS where nothing else says so.
+static bool tokenizer_set_model(Tokenizer *t, const char *path, bool byte_level, String pre) {
+    snprintf(t->model, sizeof t->model, "%s", byte_level ? "gpt2" : "llama");
+    if (!byte_level) return true;
+    if (!pre.len) pre = (String){"default", 7};
+    snprintf(t->pre, sizeof t->pre, "%.*s", (int)min_int((int)pre.len, 31), pre.text);
+    unicode_prepare();
+    for (size_t i = 0; i < sizeof pre_tokenizers / sizeof *pre_tokenizers; i++) {
+        if (!string_is(pre, pre_tokenizers[i].name)) continue;
+        memcpy(t->stages, pre_tokenizers[i].stages, sizeof t->stages);
+        t->whole_words = pre_tokenizers[i].whole_words;
+        return pre_tokenizers[i].add_bos;
+    }
+    die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", path,
+        (int)min_int((int)pre.len, 80), pre.text);
+}
+
+static void tokenizer_check(const Tokenizer *t, const char *path) {
+    if (t->bos >= t->n_pieces || t->unknown >= t->n_pieces)
+        die("%s: tokenizer: expected ids below %d, got BOS %d and unknown %d", path, t->n_pieces, t->bos, t->unknown);
+}
 
 // llama2.c's tokenizer.bin: int32 longest piece, then for each id float32 score, int32 length, bytes; to the end of the
 // file. Ids 0, 1, 2 are <unk>, <s>, </s>.
@@ -3064,23 +3310,6 @@ static void tokenizer_read_llama2c(Tokenizer *t, const Mapping *file) {
 
 // --- GGUF
 
-// What `tokenizer.ggml.pre` may say.
-static const struct {
-    const char *name;
-    Stage stages[MAX_STAGES];
-    bool whole_words, add_bos;
-} pre_tokenizers[] = {
-    {"default", {PUNCTUATION, GPT2, NUMBERS, THREE_DIGITS}, false, false},
-    {"gpt-2", {GPT2}, false, false},
-    {"llama-bpe", {LLAMA3}, true, true},
-    {"qwen2", {QWEN2}, false, false},
-    {"deepseek-r1-qwen", {QWEN2}, false, false},
-    {"smollm", {ONE_NUMBER, GPT2}, false, false},
-    {"refact", {ONE_NUMBER, GPT2}, false, false},
-    {"starcoder", {ONE_NUMBER, GPT2}, false, false},
-    {"tekken", {TEKKEN}, true, true},
-};
-
 // Byte-level vocabularies write each byte as a printable character: itself where it is one, else one from U+0100 on, in
 // order. The byte of such a character, or -1.
 static int byte_of_character(uint32_t c) {
@@ -3111,23 +3340,18 @@ static int raw_bytes(const char *text, size_t n, char *out) {
 static void gguf_read_merges(Tokenizer *t, const Gguf *g) {
     Reader r;
     uint64_t n = gguf_array(g, "tokenizer.ggml.merges", G_STRING, &r);
-    t->merges_size = power_of_two_above(2 * (uint32_t)n);
-    t->merges = alloc(t->merges_size, sizeof *t->merges, "merges");
-    for (uint32_t i = 0; i < t->merges_size; i++) t->merges[i].left = -1;
     char *bytes = alloc(g->file->size, 1, "merges");
+    merges_open(t, (uint32_t)n);
     for (int rank = 0; rank < (int)n; rank++) {
         String s = reader_string(&r, "a merge");
         const char *space = s.len > 1 ? memchr(s.text + 1, ' ', s.len - 1) : NULL;
         if (!space)
             die("%s: merge %d: expected two pieces with a space between, got '%.*s'", r.path, rank,
                 (int)min_int((int)s.len, 80), s.text);
-        int left_len = raw_bytes(s.text, (size_t)(space - s.text), bytes);
-        int left = tokenizer_find(t, bytes, (size_t)left_len);
-        int right_len = raw_bytes(space + 1, s.len - (size_t)(space + 1 - s.text), bytes);
-        int right = tokenizer_find(t, bytes, (size_t)right_len);
-        if (left < 0 || right < 0) continue; // a pair that no text of this vocabulary can contain
-        Merge *slot = merge_slot(t, left, right);
-        if (slot->left < 0) *slot = (Merge){left, right, rank};
+        size_t split = (size_t)(space - s.text);
+        int left = tokenizer_find(t, bytes, (size_t)raw_bytes(s.text, split, bytes));
+        int right = tokenizer_find(t, bytes, (size_t)raw_bytes(space + 1, s.len - split - 1, bytes));
+        merges_add(t, left, right, rank);
     }
     free(bytes);
 }
@@ -3186,44 +3410,101 @@ static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
     if (!byte_level && !string_is(model, "llama"))
         die("%s: tokenizer.ggml.model: expected llama or gpt2, got '%.*s'", g->file->path,
             (int)min_int((int)model.len, 40), model.text);
-    snprintf(t->model, sizeof t->model, "%s", byte_level ? "gpt2" : "llama");
     gguf_read_pieces(t, g, byte_level);
     tokenizer_index(t);
-    bool add_bos = !byte_level, found = !byte_level;
-    if (byte_level) {
-        if (!pre.len) pre = (String){"default", 7};
-        snprintf(t->pre, sizeof t->pre, "%.*s", (int)min_int((int)pre.len, 31), pre.text);
-        for (size_t i = 0; i < sizeof pre_tokenizers / sizeof *pre_tokenizers; i++) {
-            if (!string_is(pre, pre_tokenizers[i].name)) continue;
-            memcpy(t->stages, pre_tokenizers[i].stages, sizeof t->stages);
-            t->whole_words = pre_tokenizers[i].whole_words;
-            add_bos = pre_tokenizers[i].add_bos;
-            found = true;
-        }
-        unicode_prepare();
-        gguf_read_merges(t, g);
-    }
-    if (!found)
-        die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", g->file->path,
-            (int)min_int((int)pre.len, 80), pre.text);
+    bool add_bos = tokenizer_set_model(t, g->file->path, byte_level, pre);
+    if (byte_level) gguf_read_merges(t, g);
     t->bos = gguf_int(g, "tokenizer.ggml.bos_token_id", byte_level ? -1 : 1);
     t->unknown = gguf_int(g, "tokenizer.ggml.unknown_token_id", byte_level ? -1 : 0);
-    if (t->bos >= t->n_pieces || t->unknown >= t->n_pieces)
-        die("%s: tokenizer: expected ids below %d, got BOS %d and unknown %d", g->file->path, t->n_pieces, t->bos,
-            t->unknown);
     t->add_bos = t->bos >= 0 && gguf_int(g, "tokenizer.ggml.add_bos_token", add_bos);
     t->space_prefix = !byte_level && gguf_int(g, "tokenizer.ggml.add_space_prefix", 1);
     t->escapes_space = !byte_level;
+    tokenizer_check(t, g->file->path);
     gguf_read_stops(t, g);
     String chat = gguf_string(g, "tokenizer.chat_template");
     if (chat.len) t->chat_template = memcpy(alloc(chat.len + 1, 1, "chat template"), chat.text, chat.len);
 }
 
-// The tokenizer of a GGUF file, or a llama2.c tokenizer.bin.
+// --- the flat checkpoint
+
+// Where the tokenizer of a flat checkpoint lies; 0: there is none.
+static size_t flat_tokenizer_offset(const Checkpoint *file) {
+    Reader r = {file->file.path, file->file.data, file->file.size, 20};
+    uint32_t flags = reader_u32(&r, "flags");
+    reader_u64(&r, "offset of the table");
+    uint64_t offset = reader_u64(&r, "offset of the tokenizer");
+    return flags & FLAT_TOKENIZER ? offset : 0;
+}
+
+static void tokenizer_read_flat(Tokenizer *t, const Checkpoint *file) {
+    Reader reader = {file->file.path, file->file.data, file->file.size, 0}, *r = &reader;
+    r->pos = (size_t)((const uint8_t *)flat_data(&file->file, flat_tokenizer_offset(file), 0, "tokenizer") - r->data);
+    bool byte_level = reader_u32(r, "tokenizer");
+    uint32_t flags = reader_u32(r, "flags");
+    t->bos = reader_i32(r, "BOS");
+    t->unknown = reader_i32(r, "unknown piece");
+    uint32_t n = reader_u32(r, "number of pieces"), n_merges = reader_u32(r, "number of merges");
+    uint32_t n_stops = reader_u32(r, "number of stop ids"), n_bytes = reader_u32(r, "bytes of pieces");
+    uint32_t pre_len = reader_u32(r, "length of a name"), chat_len = reader_u32(r, "length of the chat template");
+    if (n < 1 || n > r->size / 9 || n > 1 << 24 || n_merges > r->size / 8 || n_stops > MAX_STOP_IDS)
+        die("%s: tokenizer: %u pieces, %u merges, %u stop ids: expected fewer", r->path, n, n_merges, n_stops);
+    t->n_pieces = (int)n;
+    for (uint32_t i = 0; i < n_stops; i++) tokenizer_add_stop(t, reader_i32(r, "stop ids"));
+    Reader scores = *r, types = *r, lengths = *r, merges = *r;
+    reader_take(r, n * 4, "scores");
+    types.pos = r->pos;
+    reader_take(r, n, "types");
+    lengths.pos = r->pos;
+    reader_take(r, n * 4, "lengths");
+    merges.pos = r->pos;
+    reader_take(r, (size_t)n_merges * 8, "merges");
+    size_t start = r->pos;
+    t->text = memcpy(alloc(n_bytes, 1, "pieces"), reader_take(r, n_bytes, "pieces"), n_bytes);
+    r->size = r->pos; // the pieces must not reach beyond
+    r->pos = start;
+    t->pieces = alloc(n, sizeof *t->pieces, "vocabulary");
+    for (uint32_t i = 0; i < n; i++) {
+        float score = reader_f32(&scores, "scores");
+        PieceType type = (PieceType)*reader_take(&types, 1, "types");
+        uint32_t len = reader_u32(&lengths, "lengths");
+        if (isnan(score)) die("%s: piece %u: its score is not a number", r->path, i);
+        char *text = t->text + (reader_take(r, len, "a piece") - r->data - start);
+        t->pieces[i] = (Piece){text, (int)len, score, type};
+    }
+    r->pos = start + n_bytes;
+    r->size = file->file.size;
+    tokenizer_index(t);
+    String pre = {(const char *)reader_take(r, pre_len, "pre-tokenizer"), pre_len};
+    tokenizer_set_model(t, r->path, byte_level, pre);
+    if (byte_level) {
+        merges_open(t, n_merges);
+        for (int rank = 0; rank < (int)n_merges; rank++) {
+            int left = reader_i32(&merges, "merges"), right = reader_i32(&merges, "merges");
+            merges_add(t, left, right, rank);
+        }
+    }
+    if (chat_len)
+        t->chat_template =
+            memcpy(alloc(chat_len + 1, 1, "chat template"), reader_take(r, chat_len, "chat template"), chat_len);
+    t->add_bos = t->bos >= 0 && flags & 1;
+    t->space_prefix = flags & 2;
+    t->escapes_space = flags & 4;
+    tokenizer_check(t, r->path);
+}
+
+// Whether a checkpoint brings its tokenizer.
+static bool has_tokenizer(const Checkpoint *file) {
+    return file->gguf || (file->flat && flat_tokenizer_offset(file));
+}
+
+// The tokenizer of a GGUF file or flat checkpoint, or a llama2.c tokenizer.bin.
 static Tokenizer *tokenizer_load(const Checkpoint *file) {
     Tokenizer *t = alloc(1, sizeof *t, "tokenizer");
     t->path = file->file.path;
     if (file->gguf) tokenizer_read_gguf(t, file->gguf);
+    else if (file->flat && !has_tokenizer(file))
+        die("%s: this checkpoint has no tokenizer (--tokenizer FILE)", t->path);
+    else if (file->flat) tokenizer_read_flat(t, file);
     else tokenizer_read_llama2c(t, &file->file);
     return t;
 }
@@ -3482,7 +3763,7 @@ static int choose_context(const Options *o, const Config *c) {
 
 // The tokenizer of --tokenizer; without it, the checkpoint's own, or tokenizer.bin where it has none.
 static Tokenizer *choose_tokenizer(const Options *o, const Checkpoint *checkpoint) {
-    if (!o->tokenizer && checkpoint && checkpoint->gguf) return tokenizer_load(checkpoint);
+    if (!o->tokenizer && checkpoint && has_tokenizer(checkpoint)) return tokenizer_load(checkpoint);
     Checkpoint *file = checkpoint_open(o->tokenizer ? o->tokenizer : "tokenizer.bin");
     Tokenizer *t = tokenizer_load(file);
     checkpoint_close(file);
@@ -3692,11 +3973,6 @@ static int mode_tokenize(const Options *o) {
 
 // --- info: what a checkpoint holds
 
-static const char *type_name(Type type) {
-    static const char *const names[] = {"f32", "f16", "bf16", "int8", "int4"};
-    return names[type];
-}
-
 // One line for matrices that are alike in every layer, or for each kind of them.
 static void print_matrix(const char *name, const Matrix *w, int copies) {
     char group[64] = "";
@@ -3751,7 +4027,7 @@ static void print_sizes(const Model *m, int n_ctx) {
 static int mode_info(const Options *o) {
     if (!o->checkpoint) die_usage("info: expected a checkpoint, as in: run model.bin -m info");
     Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
-    Tokenizer *t = checkpoint->gguf ? tokenizer_load(checkpoint) : NULL;
+    Tokenizer *t = has_tokenizer(checkpoint) ? tokenizer_load(checkpoint) : NULL;
     printf("file            %s\n", o->checkpoint);
     if (checkpoint->gguf && !checkpoint->gguf->n_tensors) {
         String arch = gguf_string(checkpoint->gguf, "general.architecture");
