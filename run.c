@@ -25,7 +25,8 @@
        §13 sampler        logits to the next token
        §14 chat           (to come) templates: roles to ids
        §15 modes          generate, tokenize, info, perplexity
-       §16 command line   one table of options drives parsing and help
+       §16 bench          speed, beside the limits of the machine
+       §17 command line   one table of options drives parsing and help
 
    In a hurry? Read §3 (what a model is), §7 (what it computes) and §15 (the loop around it). §2 to §7 are the engine;
    what follows reads files and talks to people.
@@ -90,10 +91,55 @@ static int omp_get_thread_num(void) {
 // was expected and what was found, and ends the process (1: bad data or failure, 2: bad usage); and a number that comes
 // from a file or the user is checked before it sizes or indexes anything. An assert is for our own mistakes only.
 
+// Bytes of the UTF-8 character that a lead byte announces: 1 to 4; 0 for a byte that cannot begin one.
+static int utf8_length(uint8_t lead) {
+    if (lead < 0x80) return 1;
+    if (lead >= 0xC2 && lead < 0xE0) return 2;
+    if (lead >= 0xE0 && lead < 0xF0) return 3;
+    if (lead >= 0xF0 && lead < 0xF5) return 4;
+    return 0;
+}
+
+// How the n bytes at text begin: with a complete character (returns its length), with a part of one that more bytes
+// could complete (returns 0), or with neither (returns -1). Ref: Unicode 15, table 3-7.
+static int utf8_scan(const char *text, size_t n) {
+    const uint8_t *b = (const uint8_t *)text;
+    int len = utf8_length(b[0]);
+    if (len == 0) return -1;
+    if (n > 1 && len > 1) { // the second byte's range excludes overlong forms, surrogates and what lies past U+10FFFF
+        uint8_t low = b[0] == 0xE0 ? 0xA0 : b[0] == 0xF0 ? 0x90 : 0x80;
+        uint8_t high = b[0] == 0xED ? 0x9F : b[0] == 0xF4 ? 0x8F : 0xBF;
+        if (b[1] < low || b[1] > high) return -1;
+    }
+    for (int i = 2; i < len && (size_t)i < n; i++)
+        if ((b[i] & 0xC0) != 0x80) return -1;
+    return (size_t)len <= n ? len : 0;
+}
+
+// The code point of a complete character.
+static uint32_t utf8_decode(const char *text, int len) {
+    static const uint8_t lead_bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
+    uint32_t c = (uint8_t)text[0] & lead_bits[len];
+    for (int i = 1; i < len; i++) c = c << 6 | ((uint8_t)text[i] & 0x3f);
+    return c;
+}
+
+// A failure is one line, whatever is in the names that it quotes: no control characters, no broken UTF-8.
+static void print_escaped(const char *text) {
+    for (size_t n = strlen(text), len; n > 0; text += len, n -= len) {
+        int scanned = utf8_scan(text, n);
+        len = scanned > 0 ? (size_t)scanned : 1;
+        if (scanned <= 0 || (uint8_t)*text < 0x20 || *text == 0x7f) fprintf(stderr, "\\x%02x", (uint8_t)*text);
+        else fwrite(text, 1, len, stderr);
+    }
+}
+
 static noreturn void vdie(int status, const char *format, va_list args) {
+    char message[2048];
+    vsnprintf(message, sizeof message, format, args);
     fflush(stdout);
     fputs("run: ", stderr);
-    vfprintf(stderr, format, args);
+    print_escaped(message);
     fputc('\n', stderr);
     _exit(status); // at once: other threads may be at work, and nothing is left to tidy up
 }
@@ -917,6 +963,9 @@ static inline Floats floats_load_f16(const uint16_t *p) {
 static inline void floats_store(float *p, Floats v) {
     EACH_LANE p[i] = v.lane[i];
 }
+static inline void floats_store_f16(uint16_t *p, Floats v) {
+    EACH_LANE p[i] = f16_from_float(v.lane[i]);
+}
 static inline Floats floats_set(float x) {
     Floats v;
     EACH_LANE v.lane[i] = x;
@@ -992,6 +1041,7 @@ typedef __m512i Ints;
 #define floats_load(p) _mm512_loadu_ps(p)
 #define floats_load_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define floats_store(p, v) _mm512_storeu_ps(p, v)
+#define floats_store_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define floats_set(x) _mm512_set1_ps(x)
 #define floats_mul(a, b) _mm512_mul_ps(a, b)
 #define floats_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
@@ -1019,6 +1069,7 @@ typedef __m256i Ints;
 #define floats_load(p) _mm256_loadu_ps(p)
 #define floats_load_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define floats_store(p, v) _mm256_storeu_ps(p, v)
+#define floats_store_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
 #define floats_set(x) _mm256_set1_ps(x)
 #define floats_mul(a, b) _mm256_mul_ps(a, b)
 #define floats_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
@@ -1051,6 +1102,7 @@ typedef int32x4_t Ints;
 #define floats_load(p) vld1q_f32(p)
 #define floats_load_f16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
 #define floats_store(p, v) vst1q_f32(p, v)
+#define floats_store_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
 #define floats_set(x) vdupq_n_f32(x)
 #define floats_mul(a, b) vmulq_f32(a, b)
 #define floats_fma(a, b, c) vfmaq_f32(c, a, b)
@@ -1067,6 +1119,13 @@ typedef int32x4_t Ints;
 #define ints_dot_int8(acc, w, x) vdotq_s32(acc, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
 #define ints_dot_nibbles ints_dot_int8
 #endif
+
+// out = x as halves, n of them
+static void f16_from_floats(uint16_t *out, const float *x, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) floats_store_f16(out + i, floats_load(x + i));
+    for (; i < n; i++) out[i] = f16_from_float(x[i]);
+}
 
 enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS };
 
@@ -1267,6 +1326,24 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
     }
 }
 
+// For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how many
+// operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
+static double kernel_peak(Type type, int n, float *sink) {
+    enum { CHAINS = 16 };
+    Floats floats[CHAINS], x = floats_set(*sink);
+    Ints ints[CHAINS], q = ints_set((int32_t)*sink);
+    UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_set((float)i), ints[i] = ints_set(i);
+    for (int round = 0; round < n; round++) {
+        if (is_quantized(type)) UNROLL for (int i = 0; i < CHAINS; i++) ints[i] = ints_dot_int8(ints[i], q, q);
+        else UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_fma(x, x, floats[i]);
+    }
+    UNROLL for (int i = 1; i < CHAINS; i++) floats[0] = floats_fma(floats[i], floats_from_ints(ints[i]), floats[0]);
+    float lanes[LANES];
+    floats_store(lanes, floats[0]);
+    *sink = lanes[0];
+    return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : 1);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // §5 Layers
 //
@@ -1393,6 +1470,10 @@ static void swiglu(float *out, const float *gate, const float *up, int n) {
 //     values   row after row, [n_ctx][head_dim padded to 16]: for sum_t p_t v_t the lanes are the elements of v and the
 //              steps are the positions, the same product again
 //
+// As f32 a step is one element, as f16 two: of keys two neighbouring elements, of values those of two neighbouring
+// positions. Halves take half the memory and, in a long context, half the time; what they lose is far below what 8-bit
+// weights have lost already, so they are the choice for every model whose weights are not f32.
+//
 // The operating system commits pages as they are touched: a long context costs nothing until it is used.
 
 // The unit of work: one token at one position of one sequence.
@@ -1423,10 +1504,11 @@ typedef struct {
 typedef struct {
     const Model *model;
     int n_ctx, n_seqs, max_rows, max_logits, n_threads;
-    int span_rows;          // rows in a span, at most
-    size_t cache_positions; // n_ctx in whole panels
-    size_t head_floats;     // of the cache of one kv head
-    size_t v_stride;        // head_dim in whole panels; and so the widths of what matrices write:
+    int span_rows;     // rows in a span, at most
+    Type kv_type;      // F32 or F16
+    size_t key_words;  // 4-byte words of the keys of one kv head
+    size_t head_words; // of its keys and values
+    size_t v_stride;   // head_dim in whole panels; and so the widths of what matrices write:
     size_t dim_stride, q_stride, kv_stride, hidden_stride, vocab_stride;
     float *x;         // [max_rows, dim_stride]      the residual stream
     Activations in;   // [max_rows, widest]          what the next matrices multiply
@@ -1440,46 +1522,75 @@ typedef struct {
     Span *spans;      // [max_rows]
     int n_wanted, n_spans;
     Scratch *scratch; // [n_threads]
-    float *cache;     // [n_seqs, n_layers, n_kv_heads, keys then values]
+    uint32_t *cache;  // [n_seqs, n_layers, n_kv_heads, keys then values]
 } Session;
 
-// Floats of the key and value of one position in one kv head.
-static size_t cache_position_floats(const Config *c) {
-    return (size_t)c->head_dim + pad((size_t)c->head_dim, PANEL);
+// Bytes of the key and value of one position in one kv head.
+static size_t cache_position_bytes(const Config *c, Type type) {
+    return ((size_t)c->head_dim + pad((size_t)c->head_dim, PANEL)) * 4 / (size_t)step_columns(type);
 }
 
-static size_t cache_floats(const Session *s) {
+static size_t cache_words(const Session *s) {
     const Config *c = &s->model->config;
-    size_t runs = product(product((size_t)s->n_seqs, (size_t)c->n_layers, "cache"), (size_t)c->n_kv_heads, "cache");
-    return product(runs, s->head_floats, "key/value cache");
+    size_t heads = product(product((size_t)s->n_seqs, (size_t)c->n_layers, "cache"), (size_t)c->n_kv_heads, "cache");
+    return product(heads, s->head_words, "key/value cache");
 }
 
-static float *cache_keys(const Session *s, int seq, int layer, int kv_head) {
+static uint32_t *cache_keys(const Session *s, int seq, int layer, int kv_head) {
     const Config *c = &s->model->config;
     size_t head = ((size_t)seq * (size_t)c->n_layers + (size_t)layer) * (size_t)c->n_kv_heads + (size_t)kv_head;
-    return s->cache + head * s->head_floats;
+    return s->cache + head * s->head_words;
 }
 
-static float *cache_values(const Session *s, int seq, int layer, int kv_head) {
-    return cache_keys(s, seq, layer, kv_head) + s->cache_positions * (size_t)s->model->config.head_dim;
+static uint32_t *cache_values(const Session *s, int seq, int layer, int kv_head) {
+    return cache_keys(s, seq, layer, kv_head) + s->key_words;
+}
+
+// The keys, or the values, of a kv head from position t (a multiple of 16) on, as matrices for §4.
+static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t) {
+    int hd = s->model->config.head_dim;
+    size_t panel = (size_t)(hd / step_columns(s->kv_type)) * PANEL;
+    return (FloatPanels){s->kv_type, (const float *)keys + (size_t)t / PANEL * panel, PANEL, panel, hd};
+}
+
+static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n) {
+    const float *first = (const float *)values + (size_t)(t / step_columns(s->kv_type)) * s->v_stride;
+    return (FloatPanels){s->kv_type, first, s->v_stride, PANEL, n};
 }
 
 // Put the key and value of one kv head at a position. k, v: [head_dim]
-static void cache_store(float *keys, float *values, size_t v_stride, int pos, const float *k, const float *v,
-                        int head_dim) {
-    float *panel = keys + (size_t)(pos / PANEL) * PANEL * (size_t)head_dim + pos % PANEL;
-    for (int i = 0; i < head_dim; i++) panel[(size_t)i * PANEL] = k[i];
-    memcpy(values + (size_t)pos * v_stride, v, (size_t)head_dim * sizeof *v);
+static void cache_store(const Session *s, int layer, int kv_head, const Row *row, const float *k, const float *v) {
+    enum { PART = 64 };
+    int hd = s->model->config.head_dim;
+    size_t t = (size_t)row->pos;
+    uint32_t *keys = cache_keys(s, row->seq, layer, kv_head), *values = cache_values(s, row->seq, layer, kv_head);
+    uint32_t *key = keys + t / PANEL * PANEL * (size_t)(hd / step_columns(s->kv_type)) + t % PANEL;
+    if (s->kv_type == F32) {
+        for (int i = 0; i < hd; i++) key[(size_t)i * PANEL] = bits_of_float(k[i]);
+        memcpy(values + t * s->v_stride, v, (size_t)hd * sizeof *v);
+        return;
+    }
+    uint16_t half[PART], *value = (uint16_t *)(values + t / 2 * s->v_stride) + t % 2;
+    for (int i = 0; i < hd; i += PART) {
+        int n = min_int(PART, hd - i);
+        f16_from_floats(half, k + i, n);
+        for (int j = 0; j < n; j += 2) key[(size_t)(i + j) / 2 * PANEL] = half[j] | (uint32_t)half[j + 1] << 16;
+        f16_from_floats(half, v + i, n);
+        for (int j = 0; j < n; j++) value[2 * (i + j)] = half[j];
+    }
 }
 
 // Room for n_seqs sequences of n_ctx positions, forward calls of up to max_rows rows of which max_logits want logits.
-static Session *session_open(const Model *m, int n_ctx, int n_seqs, int max_rows, int max_logits, int n_threads) {
+static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs, int max_rows, int max_logits,
+                             int n_threads) {
     const Config *c = &m->config;
     Session *s = alloc(1, sizeof *s, "session");
     *s = (Session){.model = m, .n_ctx = n_ctx, .n_seqs = n_seqs, .max_rows = max_rows, .max_logits = max_logits};
     s->n_threads = n_threads;
-    s->cache_positions = pad((size_t)n_ctx, PANEL);
-    s->head_floats = product(s->cache_positions, cache_position_floats(c), "key/value cache");
+    s->kv_type = kv_type;
+    size_t positions = pad((size_t)n_ctx, PANEL);
+    s->key_words = product(positions, (size_t)c->head_dim, "key/value cache") / (size_t)step_columns(kv_type);
+    s->head_words = product(positions, cache_position_bytes(c, kv_type), "key/value cache") / 4;
     s->dim_stride = pad((size_t)c->dim, PANEL);
     s->q_stride = pad((size_t)q_dim(c), PANEL);
     s->kv_stride = pad((size_t)kv_dim(c), PANEL);
@@ -1521,7 +1632,7 @@ static Session *session_open(const Model *m, int n_ctx, int n_seqs, int max_rows
         t->sum = t->max + queries;
         t->rescale = t->sum + queries;
     }
-    s->cache = alloc_pages(cache_floats(s), sizeof(float), "the key/value cache (a smaller --context takes less)");
+    s->cache = alloc_pages(cache_words(s), sizeof(uint32_t), "the key/value cache (a smaller --context takes less)");
     return s;
 }
 
@@ -1531,14 +1642,18 @@ static void session_free(Session *s) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     for (int i = 0; i < s->n_threads; i++) free(s->scratch[i].scores);
     free(s->scratch);
-    free_pages(s->cache, cache_floats(s), sizeof(float));
+    free_pages(s->cache, cache_words(s), sizeof(uint32_t));
     free(s);
 }
 
 // --- how many threads: one for each physical core that this process may use. Two threads on one core share its
 // arithmetic and only get in each other's way, and threads beyond a container's quota are stopped in mid-stride.
 
-#ifdef __linux__
+#ifndef _OPENMP
+static int default_threads(void) {
+    return 1;
+}
+#elif defined(__linux__)
 // The first number in a small file of the kernel's, or -1.
 static long first_number(const char *path) {
     FILE *file = fopen(path, "r");
@@ -1651,8 +1766,7 @@ static void rotate_and_store(Session *s, int layer, const Row *rows, int n) {
         for (int i = 0; a->v_bias && i < kv_dim(c); i++) v[i] += a->v_bias[i];
         for (int h = 0; h < c->n_kv_heads; h++) {
             finish_head(c, k + h * hd, a->k_bias ? a->k_bias + h * hd : NULL, a->k_norm, turns);
-            cache_store(cache_keys(s, rows[r].seq, layer, h), cache_values(s, rows[r].seq, layer, h), s->v_stride,
-                        rows[r].pos, k + h * hd, v + h * hd, hd);
+            cache_store(s, layer, h, &rows[r], k + h * hd, v + h * hd);
         }
     }
 }
@@ -1679,8 +1793,8 @@ static void attend(const Session *s, Scratch *t, int layer, int kv_head, const R
     const Config *c = &s->model->config;
     int hd = c->head_dim, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
     const Row *first = &rows[span.first];
-    const float *keys = cache_keys(s, first->seq, layer, kv_head),
-                *values = cache_values(s, first->seq, layer, kv_head);
+    const uint32_t *keys = cache_keys(s, first->seq, layer, kv_head);
+    const uint32_t *values = cache_values(s, first->seq, layer, kv_head);
     float scale = 1.0f / sqrtf((float)hd);
     for (int i = 0; i < n_queries; i++) { // query i: row i / group of the span, head i % group of the kv head
         const float *q =
@@ -1693,16 +1807,15 @@ static void attend(const Session *s, Scratch *t, int layer, int kv_head, const R
     int start = c->sliding_window ? max_int(0, first->pos - c->sliding_window + 1) : 0, end = first->pos + span.count;
     for (int b = start / ATTENTION_BLOCK * ATTENTION_BLOCK; b < end; b += ATTENTION_BLOCK) {
         int n = min_int(ATTENTION_BLOCK, end - b), padded = (int)pad((size_t)n, PANEL);
-        FloatPanels k = {F32, keys + (size_t)b * (size_t)hd, PANEL, (size_t)hd * PANEL, hd};
-        multiply_float(padded / PANEL, n_queries, k, t->q, (size_t)hd, t->scores, ATTENTION_BLOCK);
+        multiply_float(padded / PANEL, n_queries, key_panels(s, keys, b), t->q, (size_t)hd, t->scores, ATTENTION_BLOCK);
         for (int i = 0; i < n_queries; i++) {
             int pos = first->pos + i / group, oldest = c->sliding_window ? pos - c->sliding_window + 1 : 0;
             int from = max_int(oldest - b, 0), to = min_int(pos + 1 - b, n);
             softmax_block(t->scores + (size_t)i * ATTENTION_BLOCK, padded, from, to, &t->max[i], &t->sum[i],
                           &t->rescale[i]);
         }
-        FloatPanels v = {F32, values + (size_t)b * s->v_stride, s->v_stride, PANEL, n};
-        multiply_float((int)s->v_stride / PANEL, n_queries, v, t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
+        multiply_float((int)s->v_stride / PANEL, n_queries, value_panels(s, values, b, n), t->scores, ATTENTION_BLOCK,
+                       t->part, s->v_stride);
         for (int i = 0; i < n_queries; i++)
             for (size_t j = (size_t)i * s->v_stride; j < (size_t)(i + 1) * s->v_stride; j++)
                 t->out[j] = fma1(t->out[j], t->rescale[i], t->part[j]);
@@ -2209,7 +2322,8 @@ static void gguf_load(Model *m, Gguf *g) {
     snprintf(m->name, sizeof m->name, "%.*s", (int)min_int((int)name.len, 79), name.text);
     const GgufTensor *embed = gguf_tensor(g, -1, "token_embd.weight");
     if (!embed) die("%s: tensor token_embd.weight is missing: a vocabulary without a model?", g->file->path);
-    snprintf(m->format, sizeof m->format, "GGUF version %d, %s", g->version, embed->format->name);
+    const GgufTensor *first = gguf_tensor(g, 0, "ffn_gate.weight");
+    snprintf(m->format, sizeof m->format, "GGUF version %d, %s", g->version, (first ? first : embed)->format->name);
     c->vocab_size = embed->rows;
     config_check(c, g->file->path, "GGUF model");
     m->layers = alloc((size_t)c->n_layers, sizeof *m->layers, "layers");
@@ -2582,39 +2696,6 @@ static Model *model_load(Checkpoint *checkpoint, int n_threads) {
 
 // --- characters
 
-// Bytes of the UTF-8 character that a lead byte announces: 1 to 4; 0 for a byte that cannot begin one.
-static int utf8_length(uint8_t lead) {
-    if (lead < 0x80) return 1;
-    if (lead >= 0xC2 && lead < 0xE0) return 2;
-    if (lead >= 0xE0 && lead < 0xF0) return 3;
-    if (lead >= 0xF0 && lead < 0xF5) return 4;
-    return 0;
-}
-
-// How the n bytes at text begin: with a complete character (returns its length), with a part of one that more bytes
-// could complete (returns 0), or with neither (returns -1). Ref: Unicode 15, table 3-7.
-static int utf8_scan(const char *text, size_t n) {
-    const uint8_t *b = (const uint8_t *)text;
-    int len = utf8_length(b[0]);
-    if (len == 0) return -1;
-    if (n > 1 && len > 1) { // the second byte's range excludes overlong forms, surrogates and what lies past U+10FFFF
-        uint8_t low = b[0] == 0xE0 ? 0xA0 : b[0] == 0xF0 ? 0x90 : 0x80;
-        uint8_t high = b[0] == 0xED ? 0x9F : b[0] == 0xF4 ? 0x8F : 0xBF;
-        if (b[1] < low || b[1] > high) return -1;
-    }
-    for (int i = 2; i < len && (size_t)i < n; i++)
-        if ((b[i] & 0xC0) != 0x80) return -1;
-    return (size_t)len <= n ? len : 0;
-}
-
-// The code point of a complete character.
-static uint32_t utf8_decode(const char *text, int len) {
-    static const uint8_t lead_bits[] = {0, 0x7f, 0x1f, 0x0f, 0x07};
-    uint32_t c = (uint8_t)text[0] & lead_bits[len];
-    for (int i = 1; i < len; i++) c = c << 6 | ((uint8_t)text[i] & 0x3f);
-    return c;
-}
-
 // The classes of all Unicode characters, as runs: a letter for the class, and how many code points if more than one.
 //     U upper and title case   L lower case   O other letters   M marks   N numbers   P punctuation   S white space   - else
 // Written by `export.py --unicode-classes` from Unicode 14.0.0.
@@ -2807,6 +2888,8 @@ static int match_modern(const Chars *c, int i, int end, Stage stage) {
     bool leads = !is_letter(c->class[i]) && c->class[i] != 'N' && !is_newline(c->code[i]);
     for (int word = i + leads; word >= i; word--) {
         stop = stage == TEKKEN ? match_cased_word(c, word, end) : run_of(c, word, end, "ULO");
+        // tekken: a mark counts as a small letter itself, before it counts as what stands in front of capitals
+        if (stage == TEKKEN && word > i && c->class[i] == 'M' && run_of(c, word, end, "U") == stop) continue;
         if (stop > word) return stop;
     }
     if (c->class[i] == 'N') return run_of(c, i, min_int(end, i + (stage == LLAMA3 ? 3 : 1)), "N");
@@ -2834,7 +2917,9 @@ static int match_stage(Stage stage, const Chars *c, int i, int end) {
     case THREE_DIGITS:                                // [0-9][0-9][0-9]
         return i + 3 <= end && is_ascii_digit(c, i) && is_ascii_digit(c, i + 1) && is_ascii_digit(c, i + 2) ? i + 3 : i;
     case PUNCTUATION: // [\p{P}\$\+<=>\^~\|]+
-        while (i < end && (c->class[i] == 'P' || (c->code[i] < 128 && strchr("$+<=>^~|", (int)c->code[i])))) i++;
+        while (i < end &&
+               (c->class[i] == 'P' || (c->code[i] && c->code[i] < 128 && strchr("$+<=>^~|", (int)c->code[i]))))
+            i++;
         return i;
     default: return match_modern(c, i, end, stage);
     }
@@ -3100,7 +3185,8 @@ static void bpe_encode(const Tokenizer *t, Bpe *b, const char *text, size_t n, I
         for (int j = 0; s->id < 0 && j < s->len; j++) {
             int id = t->byte_ids[(uint8_t)s->text[j]];
             if (id < 0) id = t->unknown;
-            if (id >= 0) ids_append(ids, id);
+            if (id < 0) die("%s: the vocabulary has no piece for the byte 0x%02X", t->path, (uint8_t)s->text[j]);
+            ids_append(ids, id);
         }
     }
 }
@@ -3351,7 +3437,9 @@ static void gguf_read_merges(Tokenizer *t, const Gguf *g) {
         size_t split = (size_t)(space - s.text);
         int left = tokenizer_find(t, bytes, (size_t)raw_bytes(s.text, split, bytes));
         int right = tokenizer_find(t, bytes, (size_t)raw_bytes(space + 1, s.len - split - 1, bytes));
-        merges_add(t, left, right, rank);
+        int joined = raw_bytes(s.text, split, bytes);
+        joined += raw_bytes(space + 1, s.len - split - 1, bytes + joined);
+        if (tokenizer_find(t, bytes, (size_t)joined) >= 0) merges_add(t, left, right, rank);
     }
     free(bytes);
 }
@@ -3678,7 +3766,7 @@ static int sampler_pick(Sampler *s, const float *logits, const int *history, int
 // ---------------------------------------------------------------------------------------------------------------------
 // §15 Modes
 //
-// What a user can ask for. Each mode is a function from the options of §16 to an exit code. Generated text goes to
+// What a user can ask for. Each mode is a function from the options of §17 to an exit code. Generated text goes to
 // stdout, everything else to stderr.
 
 typedef struct {
@@ -3686,7 +3774,7 @@ typedef struct {
     double temperature, top_p, min_p, repeat_penalty;
     int top_k, n_tokens, context, threads, chunk, window, stride;
     uint64_t seed;
-    bool seed_given, no_bos, special, stats, help, version;
+    bool seed_given, no_bos, special, stats, json, help, version;
     const char **stops;
     int n_stops;
 } Options;
@@ -3745,7 +3833,7 @@ static int choose_threads(const Options *o) {
     return o->threads ? o->threads : default_threads();
 #else
     (void)o;
-    return 1;
+    return default_threads();
 #endif
 }
 
@@ -3754,6 +3842,13 @@ static void note_long_context(const char *option, int n, const Config *c) {
     if (n > c->n_ctx_train)
         fprintf(stderr, "run: note: %s %d is more than the %d positions that the model was trained for\n", option, n,
                 c->n_ctx_train);
+}
+
+static Type choose_kv_type(const Options *o, const Model *m) {
+    if (!o->kv) return m->layers[0].q.type == F32 ? F32 : F16;
+    if (!strcmp(o->kv, "f32")) return F32;
+    if (!strcmp(o->kv, "f16")) return F16;
+    die_usage("--kv: expected f32 or f16, got '%s'", o->kv);
 }
 
 static int choose_context(const Options *o, const Config *c) {
@@ -3924,7 +4019,7 @@ static int mode_generate(const Options *o) {
     if (ids.len == 0) die_usage("expected a prompt: without one and without BOS there is no token to start from");
     int n_ctx = choose_context(o, &e.model->config);
     if (ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", ids.len, n_ctx);
-    e.session = session_open(e.model, n_ctx, 1, min_int(o->chunk, ids.len), 1, e.n_threads);
+    e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, 1, min_int(o->chunk, ids.len), 1, e.n_threads);
     // The token made last needs no position. llama2.c counts the prompt's tokens as steps, all but BOS.
     int room = n_ctx - ids.len + 1, wanted = o->n_tokens - (e.model->counts_prompt ? ids.len - 1 : 0);
     int max_new = o->n_tokens ? max_int(0, min_int(wanted, room)) : room;
@@ -4007,13 +4102,13 @@ static void print_config(const Model *m) {
     printf("\noutput          %s\n", m->tied ? "tied to the embedding" : "separate");
 }
 
-static void print_sizes(const Model *m, int n_ctx) {
+static void print_sizes(const Model *m, Type kv_type, int n_ctx) {
     const Config *c = &m->config;
-    double per_token = (double)c->n_layers * c->n_kv_heads * (double)cache_position_floats(c) * sizeof(float);
+    double per_token = (double)c->n_layers * c->n_kv_heads * (double)cache_position_bytes(c, kv_type);
     double weights = (double)model_bytes_per_token(m) + (m->tied ? 0 : (double)matrix_bytes(&m->embed));
     printf("weights         %.1f MiB in memory, %.1f MiB read for each token\n", weights / (1 << 20),
            (double)model_bytes_per_token(m) / (1 << 20));
-    printf("KV cache        %.0f bytes per token (f32), %.1f MiB for a context of %d\n", per_token,
+    printf("KV cache        %.0f bytes per token (%s), %.1f MiB for a context of %d\n", per_token, type_name(kv_type),
            per_token * n_ctx / (1 << 20), n_ctx);
     const Layer *a = &m->layers[0];
     printf("matrices        those of the first layer stand for all\n");
@@ -4040,7 +4135,7 @@ static int mode_info(const Options *o) {
         if (m->name[0]) printf("name            %s\n", m->name);
         print_config(m);
         if (t) print_tokenizer(t);
-        print_sizes(m, choose_context(o, &m->config));
+        print_sizes(m, choose_kv_type(o, m), choose_context(o, &m->config));
         model_free(m);
     }
     write_out("", 0);
@@ -4115,7 +4210,8 @@ static int mode_perplexity(const Options *o) {
     int begin = bos ? 0 : 1, scored = begin, n = ids.len;
     if (n <= begin) die("perplexity: expected a text of at least %d tokens, got %d", begin + 1, n);
     if (o->n_tokens) n = min_int(n, begin + o->n_tokens);
-    e.session = session_open(e.model, window, 1, PERPLEXITY_ROWS, PERPLEXITY_ROWS, e.n_threads);
+    e.session =
+        session_open(e.model, choose_kv_type(o, e.model), window, 1, PERPLEXITY_ROWS, PERPLEXITY_ROWS, e.n_threads);
     catch_interrupt();
     Surprise total = {0};
     for (; scored < n && !interrupted; begin += stride) {
@@ -4133,7 +4229,168 @@ static int mode_perplexity(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §16 Command line
+// §16 Bench
+//
+// How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain read of
+// as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of that
+// instruction. Both limits are measured in the same run, round about with the rest, because machines are noisy: only a
+// share of a limit measured at the same time says anything. Each figure is the median of the rounds.
+
+enum { BENCH_ROUNDS = 5, BENCH_SEQS = 16, BENCH_FAR = 2000, BENCH_STEPS = 12 };
+
+typedef struct {
+    const char *name, *unit;
+    double value[BENCH_ROUNDS], share[BENCH_ROUNDS]; // share of the limit, or 0
+    double scale;                                    // from tokens/s to what the limit counts, in billions
+} Figure;
+
+// Multiply-adds count as two operations. The output matrix is left out: a prompt needs it once.
+static double operations_per_token(const Model *m) {
+    double n = 0;
+    for (int l = 0; l < m->config.n_layers; l++) {
+        const Layer *a = &m->layers[l];
+        const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) n += 2.0 * all[i]->rows * all[i]->cols;
+    }
+    return n;
+}
+
+// One thread's part of a read: a sum in 16 lanes, so that nothing but memory holds it up.
+static uint32_t read_words(const uint32_t *words, size_t n) {
+    uint32_t lane[16] = {0}, sum = 0;
+    for (size_t i = 0; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) lane[j] += words[i + (size_t)j];
+    for (int j = 0; j < 16; j++) sum += lane[j];
+    return sum;
+}
+
+// Bytes per second of reading as many bytes as a token reads, each thread its own stretch.
+static double measure_read(const uint32_t *buffer, size_t bytes, int n_threads) {
+    uint32_t sum = 0;
+    double start = seconds();
+    size_t part = bytes / 4 / (size_t)n_threads;
+#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
+    for (int i = 0; i < n_threads; i++) sum += read_words(buffer + (size_t)i * part, part);
+    double elapsed = seconds() - start;
+    return sum == 1 ? 0 : (double)bytes / elapsed; // the sum must look used
+}
+
+static double measure_peak(Type type, int n_threads) {
+    double operations = 0, start = seconds();
+#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : operations)
+    for (int i = 0; i < n_threads; i++) {
+        float sink = 1e-3f;
+        operations += kernel_peak(type, 3000000, &sink);
+    }
+    return operations / (seconds() - start);
+}
+
+// Tokens per second of a prompt of n tokens.
+static double measure_prefill(Session *s, const int *ids, int n) {
+    double start = seconds();
+    prefill(s, ids, n, 0, 0);
+    return n / (seconds() - start);
+}
+
+// Tokens per second of n_seqs sequences in step, from position pos on.
+static double measure_decode(Session *s, const int *ids, int n_seqs, int pos) {
+    Row rows[BENCH_SEQS];
+    double start = seconds();
+    for (int step = 0; step < BENCH_STEPS; step++) {
+        for (int i = 0; i < n_seqs; i++) rows[i] = (Row){ids[step + i], pos + step, i, true};
+        forward(s, rows, n_seqs);
+    }
+    return n_seqs * BENCH_STEPS / (seconds() - start);
+}
+
+static double median(const double *x) {
+    double sorted[BENCH_ROUNDS];
+    memcpy(sorted, x, sizeof sorted);
+    qsort(sorted, BENCH_ROUNDS, sizeof *sorted, compare_doubles);
+    return sorted[BENCH_ROUNDS / 2];
+}
+
+static void print_figures(const Options *o, const Figure *figures, int n, double load_seconds) {
+    if (o->json) {
+        printf("{\"load_seconds\": %.4f, \"peak_memory_mib\": %.1f", load_seconds, peak_memory_mib());
+        for (int i = 0; i < n; i++) {
+            printf(", \"%s\": {\"%s\": %.4g", figures[i].name, figures[i].unit, median(figures[i].value));
+            if (median(figures[i].share) > 0) printf(", \"share_of_limit\": %.4f", median(figures[i].share));
+            printf("}");
+        }
+        printf("}\n");
+        return;
+    }
+    printf("load             %8.3f s\n", load_seconds);
+    for (int i = 0; i < n; i++) {
+        const Figure *f = &figures[i];
+        printf("%-16s %8.1f %-9s", f->name, median(f->value), f->unit);
+        if (f->scale > 0)
+            printf(" %7.1f %s, %3.0f%% of the limit", median(f->value) * f->scale,
+                   f->name[0] == 'p' ? "GOP/s" : "GB/s ", 100 * median(f->share));
+        printf("\n");
+    }
+    printf("peak memory      %8.0f MiB\n", peak_memory_mib());
+}
+
+static int mode_bench(const Options *o) {
+    static const int prompts[] = {16, 128, 512}, batches[] = {1, 4, 8, 16};
+    Engine e = {0};
+    engine_load(&e, o);
+    const Config *c = &e.model->config;
+    int n_ctx = min_int(c->n_ctx_train, BENCH_FAR + BENCH_STEPS + 1), far = n_ctx - BENCH_STEPS - 1;
+    if (far < BENCH_STEPS) die("bench: a context of %d is too short to measure anything", c->n_ctx_train);
+    Session *s = e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, BENCH_SEQS,
+                                          max_int(o->chunk, BENCH_SEQS), BENCH_SEQS, e.n_threads);
+    int *ids = alloc((size_t)n_ctx + BENCH_SEQS, sizeof *ids, "bench");
+    for (int i = 0; i < n_ctx + BENCH_SEQS; i++) ids[i] = (int)((i * 7919LL + 3) % c->vocab_size);
+    size_t bytes = model_bytes_per_token(e.model);
+    uint32_t *buffer = alloc(bytes, 1, "bench");
+    memset(buffer, 1, bytes);
+    Figure read = {"read", "GB/s", {0}, {0}, 0}, peak = {"peak", "GOP/s", {0}, {0}, 0},
+           near = {"decode", "tokens/s", {0}, {0}, (double)bytes / 1e9},
+           distant = {"decode, far", "tokens/s", {0}, {0}, 0};
+    Figure prompt[3], batch[4], all[12];
+    char names[7][24];
+    for (int i = 0; i < 3; i++) {
+        snprintf(names[i], sizeof names[i], "prefill %d", prompts[i]);
+        prompt[i] = (Figure){names[i], "tokens/s", {0}, {0}, operations_per_token(e.model) / 1e9};
+    }
+    for (int i = 0; i < 4; i++) {
+        snprintf(names[3 + i], sizeof names[3 + i], "batch %d", batches[i]);
+        batch[i] = (Figure){names[3 + i], "tokens/s", {0}, {0}, 0};
+    }
+    for (int round = 0; round < BENCH_ROUNDS; round++) {
+        peak.value[round] = measure_peak(e.model->layers[0].q.type, e.n_threads) / 1e9;
+        for (int i = 0; i < 3; i++) {
+            if (prompts[i] >= n_ctx) continue;
+            prompt[i].value[round] = measure_prefill(s, ids, prompts[i]);
+            prompt[i].share[round] = prompt[i].value[round] * prompt[i].scale / peak.value[round];
+        }
+        read.value[round] = measure_read(buffer, bytes, e.n_threads) / 1e9;
+        near.value[round] = measure_decode(s, ids, 1, 0);
+        near.share[round] = near.value[round] * near.scale / read.value[round];
+        for (int i = 0; i < 4; i++) batch[i].value[round] = measure_decode(s, ids, batches[i], BENCH_STEPS);
+        if (round == 0) prefill(s, ids, far, 0, 0);
+        distant.value[round] = measure_decode(s, ids, 1, far);
+    }
+    int n = 0;
+    all[n++] = read;
+    all[n++] = peak;
+    for (int i = 0; i < 3; i++) all[n++] = prompt[i];
+    all[n++] = near;
+    all[n++] = distant;
+    for (int i = 0; i < 4; i++) all[n++] = batch[i];
+    print_figures(o, all, n, e.load_seconds);
+    write_out("", 0);
+    free(buffer);
+    free(ids);
+    engine_free(&e);
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §17 Command line
 //
 // One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help read
 // the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
@@ -4156,7 +4413,7 @@ static const Option options[] = {
     {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input"},
     {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
      "new tokens at most; 0: until the context is full (256)"},
-    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE", "generate, tokenize, info or perplexity"},
+    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE", "generate, tokenize, info, perplexity or bench"},
     {'z', "tokenizer", TEXT, AT(tokenizer), 0, 0, NULL, "FILE",
      "the tokenizer (the checkpoint's own, else tokenizer.bin)"},
     {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated"},
@@ -4172,11 +4429,12 @@ static const Option options[] = {
     {'c', "context", INTEGER, AT(context), 1, 1 << 26, NULL, "N", "positions to keep (the model's, at most 4096)"},
     {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
      "threads (one for each physical core; one for tiny models)"},
-    {0, "kv", TEXT, AT(kv), 0, 0, "f32", "TYPE", "type of the key/value cache: f32"},
+    {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32 or f16 (f16, but f32 for f32 weights)"},
     {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together"},
     {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "perplexity: tokens in a window (512)"},
     {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "perplexity: tokens from window to window (half)"},
     {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error"},
+    {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "bench: the figures as JSON"},
     {'h', "help", FLAG, AT(help), 0, 0, NULL, NULL, "this text"},
     {0, "version", FLAG, AT(version), 0, 0, NULL, NULL, "the version"},
 };
@@ -4185,8 +4443,11 @@ enum { N_OPTIONS = sizeof options / sizeof *options };
 static const struct {
     const char *name;
     int (*run)(const Options *);
-} modes[] = {
-    {"generate", mode_generate}, {"tokenize", mode_tokenize}, {"info", mode_info}, {"perplexity", mode_perplexity}};
+} modes[] = {{"generate", mode_generate},
+             {"tokenize", mode_tokenize},
+             {"info", mode_info},
+             {"perplexity", mode_perplexity},
+             {"bench", mode_bench}};
 enum { N_MODES = sizeof modes / sizeof *modes };
 
 static void print_help(void) {
@@ -4335,12 +4596,11 @@ int main(int argc, char **argv) {
         write_out("", 0);
         status = 0;
     }
-    if (strcmp(o.kv, "f32")) die_usage("--kv: expected f32, got '%s'", o.kv);
     bool generating = !strcmp(o.mode, "generate");
     if (o.n_tokens < 0) o.n_tokens = generating ? 256 : 0;
     for (int i = 0; i < N_MODES && status < 0; i++)
         if (!strcmp(o.mode, modes[i].name)) status = modes[i].run(&o);
-    if (status < 0) die_usage("--mode: expected generate, tokenize, info or perplexity, got '%s'", o.mode);
+    if (status < 0) die_usage("--mode: expected generate, tokenize, info, perplexity or bench, got '%s'", o.mode);
     free(o.stops);
     return status;
 }
@@ -4367,7 +4627,12 @@ API int lib_vocab_size(const void *model) {
 }
 
 API void *lib_session(const void *model, int n_ctx, int n_seqs, int max_rows, int n_threads) {
-    return session_open(model, n_ctx, n_seqs, max_rows, max_rows, n_threads);
+    return session_open(model, F32, n_ctx, n_seqs, max_rows, max_rows, n_threads);
+}
+
+// With a key/value cache of another type: 0 f32, 1 f16.
+API void *lib_session_kv(const void *model, int kv_type, int n_ctx, int n_seqs, int max_rows, int n_threads) {
+    return session_open(model, (Type)kv_type, n_ctx, n_seqs, max_rows, max_rows, n_threads);
 }
 
 API void lib_session_free(void *session) {
