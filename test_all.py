@@ -9,6 +9,7 @@ Tests that need the folder ../shared skip where it is absent; the rest needs no 
 import ctypes
 import fcntl
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import unicodedata
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -3608,3 +3610,719 @@ def test_arm_gives_the_same_bits(case, tmp_path):
     native, *others = map(answer, builds)
     assert len(native) > 4 * (50 * 768 * 2 * 11 + 40 * 131)
     assert [answered == native for answered in others] == [True, True]
+
+
+# ---- export.py: from any format to any other ----
+#
+# What it writes is read back by a reader of our own, which follows doc/formats.md and shares no code with the exporter.
+# The models are tiny and random; where run.c opens both sides of a conversion that keeps the types, logits are equal to
+# the bit.
+
+gguf_library = pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="no Python library gguf")
+EXPORT = ROOT / "export.py"
+
+
+def export(*arguments, code=0, naming=()):
+    """export.py with these arguments: what it says on standard error. A failure is one line and leaves nothing."""
+    result = subprocess.run([sys.executable, EXPORT, *map(str, arguments)], capture_output=True, timeout=120)
+    message = result.stderr.decode()
+    assert result.returncode == code, message
+    assert not result.stdout
+    for word in naming:
+        assert str(word) in message, message
+    if code == 1:
+        assert message.startswith("export.py: ") and message.count("\n") == 1, message
+    out = Path(arguments[0])
+    assert out.exists() == (code == 0)
+    assert not list(out.parent.glob("*.partial"))
+    return message
+
+
+class Flat:
+    """Version 3 as doc/formats.md describes it. tensors: {(kind, layer): float32 array}; entries: their table."""
+
+    def __init__(self, path):
+        data = self.data = path.read_bytes()
+        magic, version, size, n, flags, table, self.tokenizer_at = struct.unpack_from("<IIQIIQQ", data)
+        assert (magic, version, size, len(data) % 64) == (0x616B3432, 3, len(data), 0)
+        self.tied, self.has_tokenizer = bool(flags & 1), bool(flags & 2)
+        names = "dim hidden_dim n_layers n_heads n_kv_heads head_dim vocab_size n_ctx window scaling rope_n_ctx"
+        self.config = dict(zip(names.split(), struct.unpack_from("<11i", data, 40)))
+        self.eps, self.base, self.factor = struct.unpack_from("<fdd", data, 84)
+        self.name = data[104:192].rstrip(b"\0").decode()
+        assert not any(data[192:256])
+        self.entries, self.tensors, ends = {}, {}, [(0, 256), (table, table + 64 * n)]
+        for i in range(n):
+            entry = struct.unpack_from("<IiIiiiIiQQQQ", data, table + 64 * i)
+            assert entry[:2] not in self.entries and entry[11] == 0
+            self.entries[entry[:2]] = entry
+            self.tensors[entry[:2]] = self.matrix(entry, ends)
+        for (_, end), (begin, _) in zip(sorted(ends), sorted(ends)[1:]):
+            assert begin >= end and begin % 64 == 0
+
+    def array(self, at, dtype, *shape):
+        return np.frombuffer(self.data, dtype, math.prod(shape), at).reshape(shape)
+
+    def matrix(self, entry, ends):
+        kind, _, type, rows, cols, group, half, zero, at, scales_at, mins_at, _ = entry
+        if kind in (2, 3, 4) or kind >= 12:
+            assert (type, rows) == (0, 1)
+            ends.append((at, at + 4 * cols))
+            return self.array(at, "<f4", cols)
+        n, per_step = -(-rows // 16), [1, 2, 2, 4, 8][type]
+        ends.append((at, at + n * cols // per_step * 64))
+        steps = self.array(at, np.uint8, n, cols // per_step, 16, 4).swapaxes(1, 2).reshape(n * 16, -1, 4)
+        if type == 4:
+            q = np.concatenate([steps & 15, steps >> 4], 2)
+        else:
+            q = np.ascontiguousarray(steps).view(["<f4", "<f2", "<u2", "i1"][type])
+        q = q.reshape(n * 16, cols)
+        assert not q[rows:].any()
+        if type == 2:
+            return (q[:rows].astype(np.uint32) << 16).view(f32)
+        w = q[:rows].astype(f32)
+        if group:
+            dtype, lanes = "<f2" if half else "<f4", (n, cols // group, 16)
+            w -= zero
+            for place, combine in ((scales_at, np.multiply), (mins_at, np.add)):
+                if place:
+                    ends.append((place, place + math.prod(lanes) * (2 if half else 4)))
+                    each = self.array(place, dtype, *lanes).swapaxes(1, 2).reshape(n * 16, -1)[:rows]
+                    w = combine(w, np.repeat(each.astype(f32), group, 1))
+        return w
+
+    def tokenizer(self):
+        at = self.tokenizer_at
+        keys = "model flags bos unknown n_pieces n_merges n_stops n_bytes n_pre n_chat".split()
+        t = dict(zip(keys, struct.unpack_from("<IIiiIIIIII", self.data, at)))
+        at += 40
+        lengths = [("stops", "<i4", t["n_stops"]), ("scores", "<f4", t["n_pieces"]), ("types", "u1", t["n_pieces"])]
+        lengths += [("lengths", "<u4", t["n_pieces"]), ("merges", "<i4", 2 * t["n_merges"])]
+        for key, dtype, n in lengths:
+            t[key] = self.array(at, dtype, n).tolist()
+            at += n * np.dtype(dtype).itemsize
+        cuts = np.cumsum([at, *t["lengths"], t["n_pre"], t["n_chat"]])
+        parts = [self.data[a:b] for a, b in zip(cuts, cuts[1:])]
+        assert sum(t["lengths"]) == t["n_bytes"]
+        return t | dict(pieces=parts[:-2], pre=parts[-2].decode(), chat=parts[-1].decode())
+
+
+# ---- tiny Hugging Face directories
+
+
+def write_safetensors(path, tensors):
+    """float32, float16, or bfloat16 as uint16."""
+    names, header, at = {"float32": "F32", "float16": "F16", "uint16": "BF16"}, {}, 0
+    for name, w in tensors.items():
+        header[name] = dict(dtype=names[w.dtype.name], shape=list(w.shape), data_offsets=[at, at + w.nbytes])
+        at += w.nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(w.tobytes() for w in tensors.values()))
+
+
+def read_safetensors(path):
+    data = path.read_bytes()
+    n = struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8 : 8 + n])
+    dtypes = dict(F32="<f4", F16="<f2", BF16="<u2")
+    return {
+        name: np.frombuffer(data[8 + n :][slice(*e["data_offsets"])], dtypes[e["dtype"]]).reshape(e["shape"])
+        for name, e in header.items()
+        if name != "__metadata__"
+    }
+
+
+ALL_TYPES = ["float32", "float16", "bfloat16"]
+NAMES = {
+    5: "self_attn.q_proj.weight", 6: "self_attn.k_proj.weight", 7: "self_attn.v_proj.weight",
+    8: "self_attn.o_proj.weight", 9: "mlp.gate_proj.weight", 10: "mlp.up_proj.weight", 11: "mlp.down_proj.weight",
+    3: "input_layernorm.weight", 4: "post_attention_layernorm.weight", 12: "self_attn.q_proj.bias",
+    13: "self_attn.k_proj.bias", 14: "self_attn.v_proj.bias", 16: "self_attn.q_norm.weight",
+    17: "self_attn.k_norm.weight",
+}  # fmt: skip
+
+
+def hf_config(arch="Llama", **changes):
+    """4 heads of 16 over 2, except that Qwen3's heads are wider than dim / n_heads."""
+    c = dict(
+        architectures=[f"{arch}ForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=80,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return c | (dict(head_dim=24) if arch == "Qwen3" else {}) | changes
+
+
+def hf_tensors(c, dtype="float32"):
+    rng, dim, hidden = np.random.default_rng(3), c["hidden_size"], c["intermediate_size"]
+    head_dim = c.get("head_dim", dim // c["num_attention_heads"])
+    q, kv, arch = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim, c["architectures"][0]
+    shapes = {5: (q, dim), 6: (kv, dim), 7: (kv, dim), 8: (dim, q), 9: (hidden, dim), 10: (hidden, dim)}
+    shapes |= {11: (dim, hidden), 3: (dim,), 4: (dim,)}
+    shapes |= {12: (q,), 13: (kv,), 14: (kv,)} if arch.startswith("Qwen2") else {}
+    shapes |= {16: (head_dim,), 17: (head_dim,)} if arch.startswith("Qwen3") else {}
+    everything = {"model.embed_tokens.weight": (c["vocab_size"], dim), "model.norm.weight": (dim,)}
+    everything |= {} if c.get("tie_word_embeddings") else {"lm_head.weight": (c["vocab_size"], dim)}
+    for layer in range(c["num_hidden_layers"]):
+        everything |= {f"model.layers.{layer}.{NAMES[kind]}": shape for kind, shape in shapes.items()}
+    tensors = {}
+    for name, shape in everything.items():
+        w = rng.normal(0, 1 if len(shape) == 1 else 2 * shape[-1] ** -0.5, shape).astype(f32)
+        w = w + f32("norm" in name)
+        tensors[name] = (w.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else w.astype(dtype)
+    return tensors
+
+
+def hf_model(folder, c=None, dtype="float32", shards=1, tensors=None):
+    """A directory as Hugging Face has it; one tensor after the other goes to the next shard."""
+    c = c or hf_config()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(c))
+    tensors = hf_tensors(c, dtype) if tensors is None else tensors
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors)
+        return folder
+    weight_map = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(tensors)}
+    for shard in set(weight_map.values()):
+        write_safetensors(folder / shard, {name: w for name, w in tensors.items() if weight_map[name] == shard})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+    return folder
+
+
+def widened(w):
+    return (w.astype(np.uint32) << 16).view(f32) if w.dtype == np.uint16 else w.astype(f32)
+
+
+def neighbours(w, head_dim):
+    """Rows (i, i + head_dim / 2) of each head become rows (2i, 2i + 1)."""
+    return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+def expected_tensors(c, tensors):
+    """{(kind, layer): float32} as version 3 has them."""
+    head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    out = {(0, -1): "model.embed_tokens.weight", (1, -1): "lm_head.weight", (2, -1): "model.norm.weight"}
+    for layer in range(c["num_hidden_layers"]):
+        out |= {(kind, layer): f"model.layers.{layer}.{name}" for kind, name in NAMES.items()}
+    out = {key: widened(tensors[name]) for key, name in out.items() if name in tensors}
+    turned = (5, 6, 12, 13, 16, 17)
+    return {key: neighbours(w, head_dim) if key[0] in turned else w for key, w in out.items()}
+
+
+TOKENS = [1, 5, 9, 2, 77, 33, 41, 8, 8, 60, 3, 12] * 4
+
+
+def needs_same_logits(engine, a, b):
+    ours, theirs = (engine("run").logits(path, TOKENS) for path in (a, b))
+    assert np.isfinite(ours).all() and ours.std() > 1e-3
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ALL_TYPES)
+@pytest.mark.parametrize("arch, shards", [("Llama", 1), ("Mistral", 2), ("Qwen2", 3), ("Qwen3", 1)])
+def test_hugging_face_to_flat(tmp_path, arch, shards, dtype):
+    c = hf_config(arch, tie_word_embeddings=arch == "Qwen2", vocab_size=83)
+    source = hf_model(tmp_path / "tiny", c, dtype, shards)
+    export(tmp_path / "m.bin", "--from", source, "--name", "Tiny")
+    flat, want = Flat(tmp_path / "m.bin"), expected_tensors(c, hf_tensors(c, dtype))
+    assert flat.tensors.keys() == want.keys() and flat.tied == c["tie_word_embeddings"]
+    for key, w in want.items():
+        assert same(flat.tensors[key], w), key
+        if w.ndim == 2:
+            assert flat.entries[key][2] == ALL_TYPES.index(dtype)
+    assert flat.name == "Tiny" and not flat.has_tokenizer
+    got = flat.config
+    assert (got["dim"], got["hidden_dim"], got["vocab_size"], got["n_kv_heads"]) == (64, 96, 83, 2)
+    assert got["head_dim"] == (24 if arch == "Qwen3" else 16)
+    assert got["window"] == (4096 if arch == "Mistral" else 0)  # Mistral's default
+    assert (flat.eps, flat.base, flat.factor) == (f32(1e-5), 1e4, 1)
+
+
+def test_hugging_face_equals_oracle(engine, tmp_path):
+    c = hf_config()
+    tensors = hf_tensors(c)
+    source = hf_model(tmp_path / "tiny", c)
+    export(tmp_path / "m.bin", "--from", source)
+    names = dict(wq=5, wk=6, wv=7, wo=8, w1=9, w3=10, w2=11, attention_norm=3, ffn_norm=4)
+    stacked = {
+        name: np.stack([tensors[f"model.layers.{l}.{NAMES[kind]}"] for l in range(2)]) for name, kind in names.items()
+    }
+    stacked |= dict(tok_embeddings=tensors["model.embed_tokens.weight"], output=tensors["lm_head.weight"])
+    stacked["norm"] = tensors["model.norm.weight"]
+    stored = {name: (w.astype(f64), False) for name, w in stacked.items()}
+    want = oracle(Config(64, 96, 2, 4, 2, 80, 64, False), stored, np.array(TOKENS), halves=True)
+    assert error(engine("run").logits(tmp_path / "m.bin", TOKENS), want) < 1e-4
+
+
+@gguf_library
+@pytest.mark.parametrize("dtype", ALL_TYPES)
+@pytest.mark.parametrize("arch", ["Llama", "Qwen2", "Qwen3"])
+def test_all_ways_from_hugging_face(engine, tmp_path, arch, dtype):
+    """.bin and .gguf say the same; back in a directory, every byte is what it was; from there on again as before."""
+    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling["original_max_position_embeddings"] = 8192
+    c = hf_config(arch, **(dict(rope_scaling=scaling, rope_theta=5e5) if arch == "Llama" else {}))
+    source = hf_model(tmp_path / "tiny", c, dtype)
+    export(tmp_path / "m.bin", "--from", source)
+    export(tmp_path / "m.gguf", "--from", source)
+    needs_same_logits(engine, tmp_path / "m.bin", tmp_path / "m.gguf")
+    for way, out in ((source, tmp_path / "again"), (tmp_path / "m.gguf", tmp_path / "from-gguf")):
+        export(out, "--from", way)
+        got, want = read_safetensors(out / "model.safetensors"), hf_tensors(c, dtype)
+        assert got.keys() == want.keys()
+        for name, w in want.items():
+            assert same(widened(got[name]), widened(w)), name
+        again = json.loads((out / "config.json").read_text())
+        for key in c.keys() - {"rope_scaling"}:
+            assert again[key] == pytest.approx(c[key]) if isinstance(c[key], float) else again[key] == c[key], key
+        assert again.get("rope_scaling") == (pytest.approx(scaling) if arch == "Llama" else None)
+    assert not (tmp_path / "from-gguf" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(architectures=["GemmaForCausalLM"]), ["architectures", "GemmaForCausalLM"]),
+        (dict(architectures=["MixtralForCausalLM"]), ["MixtralForCausalLM"]),
+        (dict(mlp_bias=True), ["mlp_bias", "True"]),
+        (dict(hidden_act="gelu"), ["hidden_act", "gelu"]),
+        (dict(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
+        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), ["rope_scaling", "dynamic"]),
+        (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ["rope_scaling", "longrope"]),
+        (dict(quantization_config=dict(bits=4)), ["quantization_config"]),
+        (dict(num_hidden_layers="2"), ["num_hidden_layers", "2"]),
+        (dict(hidden_size=32), ["model.embed_tokens.weight", "[80, 32]", "[80, 64]"]),
+        (dict(num_key_value_heads=4), ["self_attn.k_proj.weight", "[64, 64]", "[32, 64]"]),
+        (dict(num_hidden_layers=3), ["model.layers.2.input_layernorm.weight", "missing"]),
+        (dict(num_hidden_layers=1), ["model.layers.1", "no place"]),
+        (dict(attention_bias=True), ["bias", "missing"]),
+    ],
+)
+def test_config_refused(tmp_path, changes, words):
+    source = hf_model(tmp_path / "tiny", hf_config() | changes, tensors=hf_tensors(hf_config()))
+    export(tmp_path / "m.bin", "--from", source, code=1, naming=["tiny", *words])
+
+
+def test_heads_tied_and_untied(tmp_path):
+    """tie_word_embeddings and lm_head.weight are both looked at."""
+    for tie in (True, False, None):
+        for present in (True, False):
+            c = hf_config(tie_word_embeddings=tie)
+            tensors = hf_tensors(hf_config())
+            if tie is None:
+                del c["tie_word_embeddings"]
+            if not present:
+                del tensors["lm_head.weight"]
+            source = hf_model(tmp_path / f"{tie}-{present}", c, tensors=tensors)
+            if tie is False and not present:
+                export(tmp_path / "m.bin", "--from", source, code=1, naming=["lm_head.weight"])
+                continue
+            export(tmp_path / "m.bin", "--from", source)
+            assert Flat(tmp_path / "m.bin").tied == (tie is True or not present)
+            (tmp_path / "m.bin").unlink()
+
+
+def test_damaged_safetensors(tmp_path):
+    source, out = hf_model(tmp_path / "tiny"), tmp_path / "m.bin"
+    path = source / "model.safetensors"
+    data = path.read_bytes()
+    for n in (4, 100, len(data) - 1):
+        path.write_bytes(data[:n])
+        export(out, "--from", source, code=1, naming=["model.safetensors", "expected", "got"])
+    for old, new in ((b'"F32"', b'"I64"'), (b'"F32"', b'"F8_E4M3"')):
+        text = data[8:][: struct.unpack_from("<Q", data)[0]]
+        text = text.replace(old, new, 1)
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + struct.unpack_from("<Q", data)[0] :])
+        export(out, "--from", source, code=1, naming=["model.embed_tokens.weight", new.decode().strip('"')])
+    shutil.rmtree(source)
+    hf_model(source, shards=2)
+    (source / "model-1.safetensors").unlink()
+    export(out, "--from", source, code=1, naming=["model-1.safetensors", "index"])
+
+
+def test_numbers_that_are_none(tmp_path):
+    tensors = hf_tensors(hf_config())
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    source = hf_model(tmp_path / "tiny", tensors=tensors)
+    for dtype in ("q8", "q4"):
+        export(tmp_path / "m.bin", "--from", source, "--dtype", dtype, code=1, naming=["layers.1.mlp.up_proj", "NaN"])
+
+
+@pytest.mark.parametrize(
+    "out, options",
+    [
+        ("m.gguf", ["--version", "0"]), ("m.bin", ["--version", "3"]), ("m.bin", ["--dtype", "q5"]),
+        ("m.bin", ["--version", "1", "--dtype", "f16"]), ("folder", ["--dtype", "q8"]), ("m.pt", []),
+        ("m.bin", ["--llama2-tokenizer", "x"]), ("m.bin", ["--rope-factor", "nan"]),
+    ],
+)  # fmt: skip
+def test_export_usage(tmp_path, out, options):
+    export(tmp_path / out, "--from", hf_model(tmp_path / "tiny"), *options, code=2)
+
+
+# ---- conversions
+
+
+def test_dtypes(tmp_path):
+    """Each type as near to the weights as it can be. down has 48 columns: no groups of 32, but of 16."""
+    c = hf_config(intermediate_size=48)
+    source = hf_model(tmp_path / "tiny", c)
+    want = expected_tensors(c, hf_tensors(c))
+    for dtype, most in [("f32", 0), ("f16", 2**-11), ("bf16", 2**-8), ("q8", 0.006), ("q4", 0.08)]:
+        out = tmp_path / f"{dtype}.bin"
+        export(out, "--from", source, "--dtype", dtype)
+        flat = Flat(out)
+        for key, w in want.items():
+            if w.ndim == 1:
+                assert same(flat.tensors[key], w)
+                continue
+            type, group = flat.entries[key][2], flat.entries[key][5]
+            kind = "q8" if dtype == "q4" and key[0] in (0, 1, 11) else dtype
+            assert type == ["f32", "f16", "bf16", "q8", "q4"].index(kind)
+            assert group == (0 if type < 3 else 16 if key[0] == 11 else 32)
+            difference = np.abs(flat.tensors[key] - w)
+            if type < 3:
+                assert (difference <= most * np.abs(w) + (2**-25 if most else 0)).all()  # half a subnormal step
+            else:
+                rms = np.sqrt(np.mean(difference**2) / np.mean(w**2))
+                assert rms < (0.006 if type == 3 else most)
+
+
+def test_q8_rounds_to_the_nearest(tmp_path):
+    """Also where the scale is no normal half, and in groups of zeros."""
+    c = hf_config()
+    tensors = hf_tensors(c)
+    w = tensors["lm_head.weight"]
+    w[0], w[1], w[2, :32] = 0, w[1] * f32(1e-6), 0
+    export(tmp_path / "m.bin", "--from", hf_model(tmp_path / "tiny", c, tensors=tensors), "--dtype", "q8")
+    flat = Flat(tmp_path / "m.bin")
+    scales_at = flat.entries[1, -1][9]
+    scales = flat.array(scales_at, "<f2", 5, 2, 16).swapaxes(1, 2).reshape(80, 2).astype(f32)
+    got = flat.tensors[1, -1]
+    assert not got[0].any() and not scales[0].any() and not got[2, :32].any()
+    assert (np.abs(got - w) <= np.repeat(scales, 32, 1) * 0.5001).all()
+    np.testing.assert_allclose(scales[3:], np.abs(w[3:].reshape(-1, 2, 32)).max(2) / 127, rtol=1e-3)
+
+
+def test_q4_beats_the_plain_range(tmp_path):
+    c = hf_config()
+    export(tmp_path / "m.bin", "--from", hf_model(tmp_path / "tiny", c), "--dtype", "q4")
+    flat, want = Flat(tmp_path / "m.bin"), expected_tensors(c, hf_tensors(c))
+    for key in [(5, 0), (9, 1), (11, 1)]:
+        groups = want[key].reshape(-1, 32)
+        low, step = groups.min(1, keepdims=True), np.ptp(groups, 1)[:, None] / 15
+        plain = np.rint((groups - low) / step) * step + low - groups
+        ours = flat.tensors[key].reshape(-1, 32) - groups
+        assert np.sum(ours**2) < 0.9 * np.sum(plain**2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c_round_trips(tmp_path, tied):
+    """Byte for byte, whatever lies between."""
+    c = Config(64, 128, 2, 4, 2, 80, 32, tied)
+    tensors = random_tensors(c)
+    for version in (0, 1, 2):
+        write_checkpoint(tmp_path / f"{version}.bin", version, c, tensors)
+    for source in (0, 1):
+        for version in (0, 1, 2):
+            export(tmp_path / "m.bin", "--from", tmp_path / f"{source}.bin", "--version", version)
+            assert (tmp_path / "m.bin").read_bytes() == (tmp_path / f"{version}.bin").read_bytes()
+            (tmp_path / "m.bin").unlink()
+    export(tmp_path / "m.bin", "--from", tmp_path / "2.bin", "--version", 2)
+    assert (tmp_path / "m.bin").read_bytes() == (tmp_path / "2.bin").read_bytes()
+
+
+@pytest.mark.parametrize("group", [None, 16, 128])
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_llama2c_to_flat(engine, tmp_path, version, group):
+    """Groups of 128 cross rows and become floats."""
+    c = Config(64, 96, 2, 4, 2, 82, 64, version == 1)
+    write_checkpoint(tmp_path / "old.bin", version, c, random_tensors(c), group)
+    export(tmp_path / "new.bin", "--from", tmp_path / "old.bin")
+    types = {entry[2] for key, entry in Flat(tmp_path / "new.bin").entries.items() if 5 <= key[0] <= 8}
+    assert types == {3 if version == 2 and group != 128 else 0}
+    needs_same_logits(engine, tmp_path / "old.bin", tmp_path / "new.bin")
+
+
+@pytest.mark.parametrize(
+    "arch, changes, words",
+    [
+        ("Qwen2", {}, "biases"), ("Qwen3", dict(head_dim=16), "norms of q and k"),
+        ("Llama", dict(head_dim=8), "heads of 8"),
+        ("Llama", dict(rope_theta=5e5), "RoPE base"), ("Llama", dict(rms_norm_eps=1e-6), "epsilon"),
+        ("Llama", dict(rope_scaling=dict(type="linear", factor=2.0)), "RoPE scaling"),
+        ("Mistral", dict(sliding_window=16), "window"),
+    ],
+)  # fmt: skip
+def test_llama2c_cannot_hold(tmp_path, arch, changes, words):
+    source = hf_model(tmp_path / "tiny", hf_config(arch, **changes))
+    export(tmp_path / "m.bin", "--from", source, "--version", 1, code=1, naming=[words])
+
+
+def test_damaged_llama2c(tmp_path):
+    c = Config(64, 96, 1, 4, 2, 80, 32, True)
+    for version in (0, 1, 2):
+        write_checkpoint(tmp_path / "old", version, c, random_tensors(c))
+        data = (tmp_path / "old").read_bytes()
+        for damaged in (data[:-1], data + b"\0") if version else (data[:-1], data[:20], b"", b"\xff" * 300):
+            (tmp_path / "old").write_bytes(damaged)
+            export(tmp_path / "m.bin", "--from", tmp_path / "old", code=1, naming=["old"])
+
+
+def test_flat_tokenizer_of_llama2c(small, tmp_path):
+    """The ids, with and without the space in front, are those of tokenizer.bin."""
+    export(tmp_path / "m.bin", "--from", small.alphabet, "--tokenizer", small.tokenizer)
+    t = Flat(tmp_path / "m.bin").tokenizer()
+    assert t["pieces"][3:] == PIECES[3:] and t["types"][:3] == [2, 3, 3] and t["stops"] == [1, 2]
+    assert (t["bos"], t["unknown"], t["model"], t["flags"] & 5) == (1, 0, 0, 1)
+    assert output(tmp_path / "m.bin", "-t", 0, "-i", "xyz", "-n", 20).startswith(b"xyz")
+    export(tmp_path / "n.bin", "--from", small.alphabet, "--tokenizer", LLAMA2, code=1, naming=["32000"])
+
+
+# ---- GGUF: every type, without loss
+
+
+def random_blocks(rng, format, rows, cols):
+    """uint8 [rows, bytes]: any integers, but scales and minima that are sensible numbers."""
+    import gguf
+
+    columns, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(format)]
+    b = rng.integers(0, 256, (rows, cols // columns, size), np.uint8)
+    scales = {8: [0], 2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 12: [0, 2], 13: [0, 2], 14: [208]}[format]
+    largest = {8: 127, 2: 8, 3: 15, 6: 16, 7: 31, 12: 63 * 15, 13: 63 * 31, 14: 127 * 32}[format]
+    for at in scales:
+        d = rng.uniform(0.5, 1.5, b.shape[:2]) / largest * cols**-0.5 * (1 if at in (0, 208) else -1)
+        d = -d if format in (12, 13) and at == 2 else d
+        b[..., at : at + 2] = d.astype("<f2")[..., None].view(np.uint8)
+    return b.reshape(rows, -1)
+
+
+EXPORTED_FORMATS = {8: "Q8_0", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+
+
+def write_random_gguf(path, format):
+    """One layer of this type; returns {name: uint8 rows}."""
+    import gguf
+
+    rng, dim, heads = np.random.default_rng(format), 256, 4
+    w = gguf.GGUFWriter(path, "llama")
+    w.add_name("random")
+    for add, value in [(w.add_embedding_length, dim), (w.add_feed_forward_length, 512), (w.add_block_count, 1),
+                       (w.add_head_count, heads), (w.add_head_count_kv, 2), (w.add_context_length, 64),
+                       (w.add_layer_norm_rms_eps, 1e-5), (w.add_rope_freq_base, 1e4)]:  # fmt: skip
+        add(value)
+    shapes = dict(attn_q=(dim, dim), attn_k=(dim // 2, dim), attn_v=(dim // 2, dim), attn_output=(dim, dim))
+    shapes |= dict(ffn_gate=(512, dim), ffn_up=(512, dim), ffn_down=(dim, 512))
+    shapes = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()} | {"token_embd.weight": (80, dim)}
+    tensors = {name: random_blocks(rng, format, *shape) for name, shape in shapes.items()}
+    for name, data in tensors.items():
+        w.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(format))
+    for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"):
+        w.add_tensor(name, rng.normal(1, 0.1, dim).astype(f32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return tensors
+
+
+@gguf_library
+@pytest.mark.parametrize("format", EXPORTED_FORMATS, ids=EXPORTED_FORMATS.values())
+def test_gguf_without_loss(engine, tmp_path, format):
+    import gguf
+
+    tensors = write_random_gguf(tmp_path / "m.gguf", format)
+    export(tmp_path / "m.bin", "--from", tmp_path / "m.gguf")
+    export(tmp_path / "n.gguf", "--from", tmp_path / "m.gguf")
+    flat = Flat(tmp_path / "m.bin")
+    for name, data in tensors.items():
+        kind = 0 if "token" in name else 5 + ["q", "k", "v", "output"].index(name.split("_")[1].split(".")[0]) \
+            if "attn" in name else 9 + ["gate", "up", "down"].index(name.split("_")[1].split(".")[0])  # fmt: skip
+        want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(format))
+        assert same(flat.tensors[kind, 0 if kind else -1], want), name
+    assert flat.tied and {entry[2] for key, entry in flat.entries.items() if key[0] > 4} <= {3, 4}
+    copied = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "n.gguf").tensors}
+    for name, data in tensors.items():
+        assert copied[name].tensor_type == format and np.array_equal(copied[name].data, data)
+    needs_same_logits(engine, tmp_path / "m.gguf", tmp_path / "m.bin")
+    needs_same_logits(engine, tmp_path / "m.gguf", tmp_path / "n.gguf")
+
+
+@gguf_library
+@needs_shared
+@pytest.mark.parametrize("name", ["f32", "f16", "q8_0", "q4_0"])
+def test_exported_gguf_story(engine, tmp_path, name):
+    source = MODELS / f"stories260K.{name}.gguf"
+    export(tmp_path / "m.bin", "--from", source)
+    needs_same_logits(engine, source, tmp_path / "m.bin")
+    text = output(source, "-t", 0, "-n", 60, "-i", "Once upon")
+    assert output(tmp_path / "m.bin", "-t", 0, "-n", 60, "-i", "Once upon") == text
+
+
+@gguf_library
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8", "q4"])
+def test_flat_and_gguf_quantise_alike(engine, tmp_path, dtype):
+    source = hf_model(tmp_path / "tiny", hf_config("Qwen2"))
+    for out in ("m.bin", "m.gguf"):
+        export(tmp_path / out, "--from", source, "--dtype", dtype)
+    needs_same_logits(engine, tmp_path / "m.bin", tmp_path / "m.gguf")
+
+
+@gguf_library
+def test_damaged_gguf(tmp_path):
+    write_random_gguf(tmp_path / "m.gguf", 8)
+    data = (tmp_path / "m.gguf").read_bytes()
+    for damaged in (data[:-1000], data[: len(data) // 2], data[:100], data.replace(b"llama", b"gemma")):
+        (tmp_path / "m.gguf").write_bytes(damaged)
+        export(tmp_path / "m.bin", "--from", tmp_path / "m.gguf", code=1, naming=["m.gguf"])
+
+
+# ---- tokenizers of Hugging Face
+
+
+BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+
+
+def byte_level_json(pre):
+    """256 bytes as characters, two merges, a control piece and one for users."""
+    rest = [b for b in range(256) if not (33 <= b < 127 or 161 <= b < 173 or 174 <= b)]
+    characters = [chr(256 + rest.index(b)) if b in rest else chr(b) for b in range(256)]
+    vocab = {piece: id for id, piece in enumerate(characters + ["ab", "Ġab"])}
+    added = [dict(id=258, content="<|im_end|>", special=True), dict(id=260, content="<tool>", special=False)]
+    model = dict(type="BPE", vocab=vocab, merges=["a b", ["Ġ", "ab"]], byte_fallback=False)
+    return dict(model=model, pre_tokenizer=pre, normalizer=None, post_processor=None, added_tokens=added)
+
+
+def write_tokenizer_json(source, data, **settings):
+    (source / "tokenizer.json").write_text(json.dumps(data))
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_byte_level_tokenizer(tmp_path):
+    source = hf_model(tmp_path / "tiny", hf_config(vocab_size=264, eos_token_id=[7, 9]))
+    write_tokenizer_json(source, byte_level_json(BYTE_LEVEL), eos_token="<|im_end|>", chat_template="{{ messages }}")
+    (source / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[9, 11])))
+    export(tmp_path / "m.bin", "--from", source)
+    t = Flat(tmp_path / "m.bin").tokenizer()
+    assert (t["model"], t["flags"], t["bos"], t["pre"], t["chat"]) == (1, 0, -1, "gpt-2", "{{ messages }}")
+    assert t["pieces"][:258] == [bytes([b]) for b in range(256)] + [b"ab", b" ab"]
+    assert t["types"][256:] == [1, 1, 3, 5, 4, 5, 5, 5] and t["pieces"][258] == b"<|im_end|>"
+    assert t["stops"] == [258, 9, 11, 7]
+    assert t["merges"] == [97, 98, 32, 256]
+    assert output("-m", "tokenize", tmp_path / "m.bin", "-i", "ab ab<tool>").decode().split() == ["256", "257", "260"]
+    (source / "chat_template.jinja").write_text("{# its own file #}")
+    export(tmp_path / "n.bin", "--from", source)
+    assert Flat(tmp_path / "n.bin").tokenizer()["chat"] == "{# its own file #}"
+    export(tmp_path / "copy", "--from", source)
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "pre, name",
+    [
+        (dict(type="Sequence", pretokenizers=[dict(type="Digits", individual_digits=True), BYTE_LEVEL]), "smollm"),
+        (dict(type="Sequence", pretokenizers=[dict(type="Digits", individual_digits=False), BYTE_LEVEL]), None),
+        (dict(type="Sequence", pretokenizers=[dict(type="Split", behavior="Isolated", invert=False,
+              pattern=dict(Regex=r"\p{N}+")), BYTE_LEVEL | dict(use_regex=False)]), None),
+    ],
+)  # fmt: skip
+def test_pre_tokenizers(tmp_path, pre, name):
+    source = hf_model(tmp_path / "tiny", hf_config(vocab_size=264))
+    write_tokenizer_json(source, byte_level_json(pre))
+    if name is None:
+        export(tmp_path / "m.bin", "--from", source, code=1, naming=["pre_tokenizer"])
+    else:
+        export(tmp_path / "m.bin", "--from", source)
+        assert Flat(tmp_path / "m.bin").tokenizer()["pre"] == name
+
+
+def test_sentencepiece_style_tokenizer(tmp_path):
+    """A score is the rank of the merge that makes the piece; what no merge makes is never made."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "ab", "▁ab", "never"]
+    model = dict(type="BPE", vocab={piece: id for id, piece in enumerate(pieces)}, unk_token="<unk>")
+    model |= dict(merges=["a b", "▁ ab"], byte_fallback=True)
+    normalizers = [dict(type="Prepend", prepend="▁"), dict(type="Replace", pattern=dict(String=" "), content="▁")]
+    single = [dict(SpecialToken=dict(id="<s>", type_id=0)), dict(Sequence=dict(id="A", type_id=0))]
+    post = dict(type="TemplateProcessing", single=single, special_tokens={"<s>": dict(id="<s>", ids=[1])})
+    added = [dict(id=id, content=pieces[id], special=True) for id in range(3)]
+    data = dict(model=model, pre_tokenizer=None, post_processor=post, added_tokens=added)
+    data["normalizer"] = dict(type="Sequence", normalizers=normalizers)
+    source = hf_model(tmp_path / "tiny", hf_config(vocab_size=len(pieces)))
+    write_tokenizer_json(source, data, eos_token="</s>", bos_token="<s>")
+    export(tmp_path / "m.bin", "--from", source)
+    t = Flat(tmp_path / "m.bin").tokenizer()
+    assert (t["model"], t["flags"], t["bos"], t["unknown"], t["stops"]) == (0, 7, 1, 0, [2])
+    assert t["pieces"][259:] == [b" ", b"a", b"b", b"ab", b" ab", b"never"]
+    assert t["types"][:4] == [2, 3, 3, 6] and t["types"][259:] == [1] * 5 + [5]
+    assert t["scores"][262:264] == [0, -1]
+    ids = output("-m", "tokenize", tmp_path / "m.bin", "-i", "ab abz").decode().split()
+    assert ids == ["1", "263", "263", str(3 + ord("z"))]
+
+
+# ---- whole or not at all
+
+
+def test_interrupted_export_leaves_nothing(tmp_path):
+    c = Config(512, 1024, 6, 8, 8, 4096, 64, True)
+    shape = [(n, math.prod(s)) for n, s in layout(0, c)]
+    with open(tmp_path / "big", "wb") as file:
+        file.write(struct.pack("<7i", *c[:5], c.vocab_size, c.seq_len))
+        for _, n in shape:
+            file.write(np.random.default_rng(n).standard_normal(n, f32))
+    command = [sys.executable, EXPORT, tmp_path / "m.bin", "--from", tmp_path / "big", "--dtype", "q4"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        while process.poll() is None and not list(tmp_path.glob("*.partial")):
+            time.sleep(0.005)
+        process.send_signal(number)
+        message = process.communicate(timeout=60)[1].decode()
+        assert process.returncode == 130 and "Traceback" not in message
+        assert [path.name for path in tmp_path.iterdir()] == ["big"]
+
+
+def test_export_to_where_it_cannot_be_written(tmp_path):
+    source = hf_model(tmp_path / "tiny")
+    export(tmp_path / "none" / "m.bin", "--from", source, code=1, naming=["none"])
+    export(tmp_path / "m.bin", "--from", tmp_path / "absent", code=1, naming=["absent"])
+    (tmp_path / "there").mkdir()
+    message = subprocess.run([sys.executable, EXPORT, tmp_path / "there", "--from", source], capture_output=True)
+    assert message.returncode == 1 and b"does not exist yet" in message.stderr
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="no Python library torch")
+def test_pytorch_checkpoints(engine, tmp_path):
+    """llama2.c's .pt; Meta's shards, the embedding cut along its columns or its rows."""
+    import torch
+
+    c = Config(64, 96, 2, 4, 2, 80, 64, False)
+    tensors = random_tensors(c)
+    write_checkpoint(tmp_path / "want.bin", 0, c, tensors)
+    parts = dict(wq="attention.wq", wk="attention.wk", wv="attention.wv", wo="attention.wo", w1="feed_forward.w1",
+                 w2="feed_forward.w2", w3="feed_forward.w3")  # fmt: skip
+    parts |= dict(attention_norm="attention_norm", ffn_norm="ffn_norm")
+    state = {f"{name}.weight": torch.tensor(tensors[name]) for name in ("tok_embeddings", "norm", "output")}
+    for ours, theirs in parts.items():
+        state |= {f"layers.{l}.{theirs}.weight": torch.tensor(tensors[ours][l]) for l in range(2)}
+    sizes = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2)
+    checkpoint = dict(model={f"_orig_mod.{name}": w for name, w in state.items()})
+    checkpoint["model_args"] = sizes | dict(vocab_size=80, max_seq_len=64)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    export(tmp_path / "m.bin", "--from", tmp_path / "ckpt.pt", "--version", 0)
+    assert (tmp_path / "m.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
+    for axis in (0, 1):
+        folder = tmp_path / f"meta-{axis}"
+        folder.mkdir()
+        (folder / "params.json").write_text(json.dumps(sizes | dict(norm_eps=1e-5, vocab_size=-1)))
+        for shard in (0, 1):
+            cut = {"tok_embeddings.weight": axis}
+            cut |= {name: 1 for name in state if name.endswith(("wo.weight", "w2.weight"))}
+            part = {
+                name: w if w.dim() == 1 else w.chunk(2, cut.get(name, 0))[shard].clone() for name, w in state.items()
+            }
+            torch.save(part, folder / f"consolidated.0{shard}.pth")
+        export(tmp_path / f"{axis}.bin", "--from", folder)
+        needs_same_logits(engine, tmp_path / "want.bin", tmp_path / f"{axis}.bin")
+    (folder / "params.json").write_text(json.dumps(sizes | dict(norm_eps=1e-5, rope_theta=5e5, use_scaled_rope=True)))
+    export(tmp_path / "n.bin", "--from", folder, code=2, naming=["--rope-factor"])
+    export(tmp_path / "n.bin", "--from", folder, "--rope-factor", 8)
+    divisors = Flat(tmp_path / "n.bin").tensors[18, -1]
+    assert divisors.shape == (8,) and divisors[0] == 1 and divisors[-1] == 8
