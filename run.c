@@ -61,6 +61,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -79,6 +80,9 @@
 #else
 static int omp_get_thread_num(void) {
     return 0;
+}
+static int omp_get_num_threads(void) {
+    return 1;
 }
 #endif
 
@@ -1521,8 +1525,9 @@ typedef struct {
     int *wanted;      // [max_logits]                the rows they belong to
     Span *spans;      // [max_rows]
     int n_wanted, n_spans;
-    Scratch *scratch; // [n_threads]
-    uint32_t *cache;  // [n_seqs, n_layers, n_kv_heads, keys then values]
+    Scratch *scratch;             // [n_threads]
+    atomic_int arrived, meetings; // of the threads in a forward: how many wait now, how often all have met
+    uint32_t *cache;              // [n_seqs, n_layers, n_kv_heads, keys then values]
 } Session;
 
 // Bytes of the key and value of one position in one kv head.
@@ -1646,6 +1651,22 @@ static void session_free(Session *s) {
     free(s);
 }
 
+// Where the threads of a forward wait for each other: until all are here, what one of them has written is not for the
+// others to read. Hundreds of these make a token, so waiting means looking again at once; but if that takes long, another
+// program probably has the processor of the one that is late, and this thread offers its own.
+static void meet(Session *s) {
+    enum { PATIENCE = 4000 };
+    int n = omp_get_num_threads(), meeting = atomic_load_explicit(&s->meetings, memory_order_relaxed);
+    if (n == 1) return;
+    if (atomic_fetch_add_explicit(&s->arrived, 1, memory_order_acq_rel) == n - 1) {
+        atomic_store_explicit(&s->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&s->meetings, meeting + 1, memory_order_release);
+        return;
+    }
+    for (int looks = 0; atomic_load_explicit(&s->meetings, memory_order_acquire) == meeting; looks++)
+        if (looks > PATIENCE) sched_yield();
+}
+
 // --- how many threads: one for each physical core that this process may use. Two threads on one core share its
 // arithmetic and only get in each other's way, and threads beyond a container's quota are stopped in mid-stride.
 
@@ -1710,16 +1731,18 @@ static int default_threads(void) {
 //
 // The transformer: rows in, logits out. Decoding is a call with one row; reading a prompt, one with many rows of a
 // sequence; a batch, one row of each sequence. Only attention looks at where and whose a row is. Each function below is
-// called by all threads of one parallel region and splits its work with `omp for`, at whose end they meet.
+// called by all threads of one parallel region. They share its loops with `omp for` and meet before one reads what another
+// has written.
 
 // x = the embedding of each row's token; and what else depends only on the row.
 static void embed(Session *s, const Row *rows, int n) {
     const Model *m = s->model;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) {
         matrix_row(s->x + (size_t)r * s->dim_stride, &m->embed, rows[r].token);
         rope_turns(s->turns + (size_t)r * (size_t)m->config.head_dim, m, rows[r].pos);
     }
+    meet(s);
 }
 
 // Row `to` of in = rmsnorm(row `from` of x)
@@ -1730,8 +1753,9 @@ static void norm_row(Session *s, const float *weight, int from, int to) {
 }
 
 static void norm_rows(Session *s, const float *weight, int n) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) norm_row(s, weight, r, r);
+    meet(s);
 }
 
 // x += branch + bias, the residual connection. bias: [dim] or NULL
@@ -1756,7 +1780,7 @@ static void rotate_and_store(Session *s, int layer, const Row *rows, int n) {
     const Config *c = &s->model->config;
     const Layer *a = &s->model->layers[layer];
     int hd = c->head_dim;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) {
         const float *turns = s->turns + (size_t)r * (size_t)hd;
         float *q = s->q + (size_t)r * s->q_stride, *k = s->k + (size_t)r * s->kv_stride,
@@ -1769,6 +1793,7 @@ static void rotate_and_store(Session *s, int layer, const Row *rows, int n) {
             cache_store(s, layer, h, &rows[r], k + h * hd, v + h * hd);
         }
     }
+    meet(s);
 }
 
 // The online softmax of one query over one block of n scores (a multiple of 16), of which [from, to) are visible. Turns
@@ -1834,16 +1859,18 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
     matmul(s->q, s->q_stride, &s->in, n, &a->q);
     matmul(s->k, s->kv_stride, &s->in, n, &a->k);
     matmul(s->v, s->kv_stride, &s->in, n, &a->v);
-#pragma omp barrier
+    meet(s);
     rotate_and_store(s, layer, rows, n);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic) nowait
     for (int i = 0; i < s->n_spans * s->model->config.n_kv_heads; i++)
         attend(s, &s->scratch[omp_get_thread_num()], layer, i % s->model->config.n_kv_heads, rows,
                s->spans[i / s->model->config.n_kv_heads]);
-#pragma omp for schedule(static)
+    meet(s);
+#pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) quantize_row(&s->in, r, q_dim(&s->model->config));
+    meet(s);
     matmul(s->branch, s->dim_stride, &s->in, n, &a->o);
-#pragma omp barrier
+    meet(s);
     add_branch(s, a->o_bias, n);
 }
 
@@ -1854,24 +1881,26 @@ static void feed_forward(Session *s, int layer, int n) {
     norm_rows(s, a->ffn_norm, n);
     matmul(s->gate, s->hidden_stride, &s->in, n, &a->gate);
     matmul(s->up, s->hidden_stride, &s->in, n, &a->up);
-#pragma omp barrier
-#pragma omp for schedule(static)
+    meet(s);
+#pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) {
         size_t at = (size_t)r * s->hidden_stride;
         swiglu(s->in.f + (size_t)r * s->in.stride, s->gate + at, s->up + at, c->hidden_dim);
         quantize_row(&s->in, r, c->hidden_dim);
     }
+    meet(s);
     matmul(s->branch, s->dim_stride, &s->in, n, &a->down);
-#pragma omp barrier
+    meet(s);
     add_branch(s, NULL, n);
 }
 
 // logits = Woutput norm(x), for the rows that want them, in their order
 static void classify(Session *s) {
     const Model *m = s->model;
-#pragma omp barrier // a wanted row may have been another thread's
-#pragma omp for schedule(static)
+    meet(s); // a wanted row may have been another thread's
+#pragma omp for schedule(static) nowait
     for (int i = 0; i < s->n_wanted; i++) norm_row(s, m->final_norm, s->wanted[i], i);
+    meet(s);
     matmul(s->logits, s->vocab_stride, &s->in, s->n_wanted, &m->output);
 }
 
