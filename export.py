@@ -512,6 +512,7 @@ class Tokenizer:
     add_bos: bool = True
     space_prefix: bool = False
     escapes_space: bool = False
+    single_prefix: bool = False  # no space in front of a text that begins with one
     bos: int = -1
     unknown: int = -1
     stop_ids: list = field(default_factory=list)
@@ -646,7 +647,7 @@ def json_normalizer(path, t, normalizer, steps):
         if step.get("type") != "Metaspace" or step.get("split"):
             raise BadData(f"{path}: pre_tokenizer: expected ByteLevel or an unsplit Metaspace, got {json.dumps(step)}")
         scheme = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
-        t.space_prefix, t.escapes_space = scheme != "never", True
+        t.space_prefix, t.escapes_space, t.single_prefix = scheme != "never", True, True
 
 
 def json_scores(path, t, merges, model):
@@ -1566,7 +1567,7 @@ def flat_tokenizer(t):
         if None not in ids:
             pairs.setdefault(ids)
     text, pre, template = b"".join(pieces), t.pre.encode(), t.chat_template.encode()
-    flags = t.add_bos | t.space_prefix << 1 | t.escapes_space << 2
+    flags = t.add_bos | t.space_prefix << 1 | t.escapes_space << 2 | t.single_prefix << 3
     counts = len(pieces), len(pairs), len(t.stop_ids), len(text), len(pre), len(template)
     head = struct.pack("<IIii6I", t.byte_level, flags, t.bos, t.unknown, *counts)
     arrays = [np.array(t.stop_ids, "<i4"), np.array(t.scores, "<f4"), np.array(t.types, np.uint8)]

@@ -129,12 +129,12 @@ static uint32_t utf8_decode(const char *text, int len) {
 }
 
 // A failure is one line, whatever is in the names that it quotes: no control characters, no broken UTF-8.
-static void print_escaped(const char *text) {
+static void print_escaped(FILE *out, const char *text) {
     for (size_t n = strlen(text), len; n > 0; text += len, n -= len) {
         int scanned = utf8_scan(text, n);
         len = scanned > 0 ? (size_t)scanned : 1;
-        if (scanned <= 0 || (uint8_t)*text < 0x20 || *text == 0x7f) fprintf(stderr, "\\x%02x", (uint8_t)*text);
-        else fwrite(text, 1, len, stderr);
+        if (scanned <= 0 || (uint8_t)*text < 0x20 || *text == 0x7f) fprintf(out, "\\x%02x", (uint8_t)*text);
+        else fwrite(text, 1, len, out);
     }
 }
 
@@ -143,7 +143,7 @@ static noreturn void vdie(int status, const char *format, va_list args) {
     vsnprintf(message, sizeof message, format, args);
     fflush(stdout);
     fputs("run: ", stderr);
-    print_escaped(message);
+    print_escaped(stderr, message);
     fputc('\n', stderr);
     _exit(status); // at once: other threads may be at work, and nothing is left to tidy up
 }
@@ -275,6 +275,13 @@ static void unmap_file(Mapping *file) {
     file->data = NULL;
 }
 
+// The file's bytes have been turned into panels: let go of the memory that they occupy here.
+static void mapping_release(const Mapping *file, const uint8_t *data, size_t n) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t begin = pad((size_t)(data - file->data), page), end = (size_t)(data - file->data + n) / page * page;
+    if (begin < end) madvise((void *)(file->data + begin), end - begin, MADV_DONTNEED);
+}
+
 // The cursor. Whatever is read from a file goes through reader_take, which refuses to step past the end: no other code
 // needs to know how long the file is. Values may lie at any alignment, so they are copied out, never pointed at.
 typedef struct {
@@ -365,6 +372,65 @@ static void heap_push(Ranked *heap, int *n, Ranked entry) {
     for (; i > 0 && ranks_before(entry, heap[(i - 1) / 2]); i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
     heap[i] = entry;
 }
+
+// --- how many threads: one for each physical core that this process may use. Two threads on one core share its
+// arithmetic and only get in each other's way, and threads beyond a container's quota are stopped in mid-stride.
+
+#ifndef _OPENMP
+static int default_threads(void) {
+    return 1;
+}
+#elif defined(__linux__)
+// The first number in a small file of the kernel's, or -1.
+static long first_number(const char *path) {
+    FILE *file = fopen(path, "r");
+    long n = -1;
+    if (file && fscanf(file, "%ld", &n) != 1) n = -1;
+    if (file) fclose(file);
+    return n;
+}
+
+// Whole processors' worth of time that the control group `path` (as in /proc/self/cgroup) and those around it allow:
+// cpu.max says "200000 100000" for two, or "max 100000".
+static int cgroup_processors(char *path) {
+    int allowed = INT_MAX;
+    for (;;) {
+        char name[640];
+        long quota, period;
+        snprintf(name, sizeof name, "/sys/fs/cgroup%s/cpu.max", path);
+        FILE *file = fopen(name, "r");
+        if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && period > 0)
+            allowed = min_int(allowed, max_int(1, (int)(quota / period)));
+        if (file) fclose(file);
+        char *slash = strrchr(path, '/');
+        if (!slash) return allowed;
+        *slash = 0;
+    }
+}
+
+static int default_threads(void) {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
+    int cores = 0;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &allowed)) continue;
+        char path[96]; // the list of the hardware threads of this core begins with its lowest: count each core there
+        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+        long lowest = first_number(path);
+        if (lowest < 0 || lowest == cpu || lowest >= CPU_SETSIZE || !CPU_ISSET((int)lowest, &allowed)) cores++;
+    }
+    char group[512] = "";
+    FILE *file = fopen("/proc/self/cgroup", "r"); // the line of version 2 is "0::/path"
+    if (file && fscanf(file, "0::%511s", group) != 1) group[0] = 0;
+    if (file) fclose(file);
+    return max_int(1, min_int(cores, cgroup_processors(group)));
+}
+#else
+static int default_threads(void) {
+    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // §2 Number formats
@@ -466,13 +532,27 @@ typedef struct {
     int zero;
 } Format;
 
+enum {
+    PLAIN_F32 = 0,
+    PLAIN_F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4_K = 12,
+    Q5_K,
+    Q6_K,
+    PLAIN_BF16 = 30
+};
+
 static const Format formats[] = {
-    {"F32", 0, 1, 4, F32, 0, F32, false, 0},      {"F16", 1, 1, 2, F16, 0, F32, false, 0},
-    {"BF16", 30, 1, 2, BF16, 0, F32, false, 0},   {"Q8_0", 8, 32, 34, I8, 32, F16, false, 0},
-    {"Q4_0", 2, 32, 18, I4, 32, F16, false, 8},   {"Q4_1", 3, 32, 20, I4, 32, F16, true, 0},
-    {"Q5_0", 6, 32, 22, I8, 32, F16, false, 0},   {"Q5_1", 7, 32, 24, I8, 32, F16, true, 0},
-    {"Q4_K", 12, 256, 144, I4, 32, F32, true, 0}, {"Q5_K", 13, 256, 176, I8, 32, F32, true, 0},
-    {"Q6_K", 14, 256, 210, I8, 16, F32, false, 0}};
+    {"F32", PLAIN_F32, 1, 4, F32, 0, F32, false, 0},    {"F16", PLAIN_F16, 1, 2, F16, 0, F32, false, 0},
+    {"BF16", PLAIN_BF16, 1, 2, BF16, 0, F32, false, 0}, {"Q8_0", Q8_0, 32, 34, I8, 32, F16, false, 0},
+    {"Q4_0", Q4_0, 32, 18, I4, 32, F16, false, 8},      {"Q4_1", Q4_1, 32, 20, I4, 32, F16, true, 0},
+    {"Q5_0", Q5_0, 32, 22, I8, 32, F16, false, 0},      {"Q5_1", Q5_1, 32, 24, I8, 32, F16, true, 0},
+    {"Q4_K", Q4_K, 256, 144, I4, 32, F32, true, 0},     {"Q5_K", Q5_K, 256, 176, I8, 32, F32, true, 0},
+    {"Q6_K", Q6_K, 256, 210, I8, 16, F32, false, 0}};
 
 static const Format *format_by_id(uint32_t id) {
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
@@ -564,14 +644,15 @@ static void unpack(const Format *f, const uint8_t *row, int i, Unpacked *u) {
     int parts = f->columns / 32, part = i % parts;
     const uint8_t *block = row + (size_t)(i / parts) * (size_t)f->bytes;
     switch (f->id) {
-    case 2:
-    case 3: unpack_q4(block, f->has_min, u); break;
-    case 6:
-    case 7: unpack_q5(block, f->has_min, u); break;
-    case 8: unpack_q8_0(block, u); break;
-    case 12: unpack_q4_k(block, part, u); break;
-    case 13: unpack_q5_k(block, part, u); break;
-    case 14: unpack_q6_k(block, part, u); break;
+    case Q4_0:
+    case Q4_1: unpack_q4(block, f->has_min, u); break;
+    case Q5_0:
+    case Q5_1: unpack_q5(block, f->has_min, u); break;
+    case Q8_0: unpack_q8_0(block, u); break;
+    case Q4_K: unpack_q4_k(block, part, u); break;
+    case Q5_K: unpack_q5_k(block, part, u); break;
+    case Q6_K: unpack_q6_k(block, part, u); break;
+    default: assert(!"a format of blocks");
     }
 }
 
@@ -836,23 +917,28 @@ static void matrix_row(float *out, const Matrix *w, int row) {
     }
 }
 
+enum { LAYER_MATRICES = 7 };
+
+// Matrix i of a layer, in the order of their use.
+static Matrix *layer_matrix(const Model *m, int layer, int i) {
+    Layer *a = &m->layers[layer];
+    Matrix *all[LAYER_MATRICES] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->up, &a->down};
+    return all[i];
+}
+
 // Everything that a decoded token has to read: all matrices but the embedding, of which it reads one row.
 static size_t model_bytes_per_token(const Model *m) {
     size_t bytes = matrix_bytes(&m->output);
-    for (int l = 0; l < m->config.n_layers; l++) {
-        const Layer *a = &m->layers[l];
-        const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) bytes += matrix_bytes(all[i]);
-    }
+    for (int l = 0; l < m->config.n_layers; l++)
+        for (int i = 0; i < LAYER_MATRICES; i++) bytes += matrix_bytes(layer_matrix(m, l, i));
     return bytes;
 }
 
 static void model_free(Model *m) {
     bool flat = m->file.data != NULL; // then everything below lies in the file
     for (int l = 0; l < m->config.n_layers && !flat; l++) {
-        Layer *a = &m->layers[l];
-        Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) matrix_free(all[i]);
+        const Layer *a = &m->layers[l];
+        for (int i = 0; i < LAYER_MATRICES; i++) matrix_free(layer_matrix(m, l, i));
         const float *vectors[] = {a->attn_norm, a->ffn_norm, a->q_bias, a->k_bias,
                                   a->v_bias,    a->o_bias,   a->q_norm, a->k_norm};
         for (size_t i = 0; i < sizeof vectors / sizeof *vectors; i++) free((void *)vectors[i]);
@@ -867,50 +953,6 @@ static void model_free(Model *m) {
     free(m->rope_freqs);
     free(m->layers);
     free(m);
-}
-
-// --- what every loader needs
-
-// Refuse what no sane model has before anything is computed from it: after this, products of two of these fit a size_t
-// with room to spare.
-static void config_check(const Config *c, const char *path, const char *format) {
-    struct {
-        const char *name;
-        int value, most;
-    } fields[] = {{"dim", c->dim, 1 << 20},
-                  {"hidden_dim", c->hidden_dim, 1 << 22},
-                  {"n_layers", c->n_layers, 1 << 12},
-                  {"n_heads", c->n_heads, 1 << 14},
-                  {"n_kv_heads", c->n_kv_heads, 1 << 14},
-                  {"head_dim", c->head_dim, 1 << 14},
-                  {"vocab_size", c->vocab_size, 1 << 24},
-                  {"context length", c->n_ctx_train, 1 << 30}};
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 1 || fields[i].value > fields[i].most)
-            die("%s: not a sound %s: expected %s from 1 to %d, got %d", path, format, fields[i].name, fields[i].most,
-                fields[i].value);
-    if (c->n_heads % c->n_kv_heads)
-        die("%s: not a sound %s: expected n_heads to be a multiple of n_kv_heads, got %d and %d", path, format,
-            c->n_heads, c->n_kv_heads);
-    if (c->head_dim % 2)
-        die("%s: not a sound %s: expected an even head_dim (RoPE turns pairs), got %d", path, format, c->head_dim);
-    if ((size_t)c->n_heads * (size_t)c->head_dim > 1 << 22)
-        die("%s: not a sound %s: %d heads of %d are too wide", path, format, c->n_heads, c->head_dim);
-    if (c->sliding_window < 0)
-        die("%s: not a sound %s: expected a sliding window of at least 0, got %d", path, format, c->sliding_window);
-    if (!(c->norm_eps >= 0 && c->norm_eps < 1))
-        die("%s: not a sound %s: expected a norm epsilon from 0 to 1, got %g", path, format, (double)c->norm_eps);
-    if (!(c->rope_base > 1 && c->rope_base < 1e12) || !(c->rope_factor >= 1e-3 && c->rope_factor <= 1e6) ||
-        c->rope_n_ctx < 1 || c->rope_scaling > ROPE_YARN)
-        die("%s: not a sound %s: RoPE has base %g, scaling %d, factor %g, context %d", path, format, c->rope_base,
-            c->rope_scaling, c->rope_factor, c->rope_n_ctx);
-}
-
-// The file's bytes have been turned into panels: let go of the memory that they occupy here.
-static void mapping_release(const Mapping *file, const uint8_t *data, size_t n) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    size_t begin = pad((size_t)(data - file->data), page), end = (size_t)(data - file->data + n) / page * page;
-    if (begin < end) madvise((void *)(file->data + begin), end - begin, MADV_DONTNEED);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -954,9 +996,9 @@ typedef struct {
     int32_t lane[LANES];
 } Ints;
 #define EACH_LANE for (int i = 0; i < LANES; i++)
-static inline Floats floats_load(const float *p) {
+static inline Floats floats_load(const void *p) {
     Floats v;
-    EACH_LANE v.lane[i] = p[i];
+    memcpy(&v, p, sizeof v);
     return v;
 }
 static inline Floats floats_load_f16(const uint16_t *p) {
@@ -1070,7 +1112,7 @@ enum { DOT_OFFSET = 128 };
 enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 6, DOT_OFFSET = 0 };
 typedef __m256 Floats;
 typedef __m256i Ints;
-#define floats_load(p) _mm256_loadu_ps(p)
+#define floats_load(p) _mm256_loadu_ps((const float *)(p))
 #define floats_load_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define floats_store(p, v) _mm256_storeu_ps(p, v)
 #define floats_store_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
@@ -1103,7 +1145,7 @@ static inline Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
 enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 5, DOT_OFFSET = 0 };
 typedef float32x4_t Floats;
 typedef int32x4_t Ints;
-#define floats_load(p) vld1q_f32(p)
+#define floats_load(p) vld1q_f32((const float *)(p))
 #define floats_load_f16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
 #define floats_store(p, v) vst1q_f32(p, v)
 #define floats_store_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
@@ -1124,11 +1166,16 @@ typedef int32x4_t Ints;
 #define ints_dot_nibbles ints_dot_int8
 #endif
 
-// out = x as halves, n of them
+// out = x as halves, n of them; what is beyond the largest half, 65504, becomes that
 static void f16_from_floats(uint16_t *out, const float *x, int n) {
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) floats_store_f16(out + i, floats_load(x + i));
-    for (; i < n; i++) out[i] = f16_from_float(x[i]);
+    for (int i = 0; i < n; i += LANES) {
+        float part[LANES] = {0};
+        uint16_t half[LANES];
+        int count = min_int(LANES, n - i);
+        for (int j = 0; j < count; j++) part[j] = x[i + j] > 65504 ? 65504 : x[i + j] < -65504 ? -65504 : x[i + j];
+        floats_store_f16(half, floats_load(part));
+        memcpy(out + i, half, (size_t)count * sizeof *half);
+    }
 }
 
 enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS };
@@ -1146,7 +1193,7 @@ static inline size_t vector_offset(int v, size_t panel) {
 // Float weights as a tile sees them. Attention uses it too: a cache of keys is a matrix, and so is a cache of values.
 typedef struct {
     Type type;          // F32, F16, BF16
-    const float *w;     // the first panel
+    const uint32_t *w;  // the first panel
     size_t step, panel; // 4-byte words from one step to the next, from one panel to the next
     int cols;
 } FloatPanels;
@@ -1160,7 +1207,7 @@ ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p
     for (int k = 0; k < p.cols; k += step_columns(type), p.w += p.step) {
         Floats low[TILE_VECTORS], high[TILE_VECTORS];
         EACH_VECTOR {
-            const float *at = p.w + vector_offset(v, p.panel);
+            const uint32_t *at = p.w + vector_offset(v, p.panel);
             low[v] = type == F32   ? floats_load(at)
                      : type == F16 ? floats_from_f16_low(ints_load(at))
                                    : floats_from_bf16_low(ints_load(at));
@@ -1323,29 +1370,11 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
         if (is_quantized(w->type)) {
             multiply_quantized(n, n_rows, w, (size_t)p, x, out, y_stride);
         } else {
-            FloatPanels panels = {w->type, (const float *)w->panels + (size_t)p * panel_words(w), PANEL, panel_words(w),
-                                  w->cols};
+            FloatPanels panels = {w->type, (const uint32_t *)w->panels + (size_t)p * panel_words(w), PANEL,
+                                  panel_words(w), w->cols};
             multiply_float(n, n_rows, panels, x->f, x->stride, out, y_stride);
         }
     }
-}
-
-// For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how many
-// operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
-static double kernel_peak(Type type, int n, float *sink) {
-    enum { CHAINS = 16 };
-    Floats floats[CHAINS], x = floats_set(*sink);
-    Ints ints[CHAINS], q = ints_set((int32_t)*sink);
-    UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_set((float)i), ints[i] = ints_set(i);
-    for (int round = 0; round < n; round++) {
-        if (is_quantized(type)) UNROLL for (int i = 0; i < CHAINS; i++) ints[i] = ints_dot_int8(ints[i], q, q);
-        else UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_fma(x, x, floats[i]);
-    }
-    UNROLL for (int i = 1; i < CHAINS; i++) floats[0] = floats_fma(floats[i], floats_from_ints(ints[i]), floats[0]);
-    float lanes[LANES];
-    floats_store(lanes, floats[0]);
-    *sink = lanes[0];
-    return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1555,11 +1584,11 @@ static uint32_t *cache_values(const Session *s, int seq, int layer, int kv_head)
 static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t) {
     int hd = s->model->config.head_dim;
     size_t panel = (size_t)(hd / step_columns(s->kv_type)) * PANEL;
-    return (FloatPanels){s->kv_type, (const float *)keys + (size_t)t / PANEL * panel, PANEL, panel, hd};
+    return (FloatPanels){s->kv_type, keys + (size_t)t / PANEL * panel, PANEL, panel, hd};
 }
 
 static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n) {
-    const float *first = (const float *)values + (size_t)(t / step_columns(s->kv_type)) * s->v_stride;
+    const uint32_t *first = values + (size_t)(t / step_columns(s->kv_type)) * s->v_stride;
     return (FloatPanels){s->kv_type, first, s->v_stride, PANEL, n};
 }
 
@@ -1666,65 +1695,6 @@ static void meet(Session *s) {
     for (int looks = 0; atomic_load_explicit(&s->meetings, memory_order_acquire) == meeting; looks++)
         if (looks > PATIENCE) sched_yield();
 }
-
-// --- how many threads: one for each physical core that this process may use. Two threads on one core share its
-// arithmetic and only get in each other's way, and threads beyond a container's quota are stopped in mid-stride.
-
-#ifndef _OPENMP
-static int default_threads(void) {
-    return 1;
-}
-#elif defined(__linux__)
-// The first number in a small file of the kernel's, or -1.
-static long first_number(const char *path) {
-    FILE *file = fopen(path, "r");
-    long n = -1;
-    if (file && fscanf(file, "%ld", &n) != 1) n = -1;
-    if (file) fclose(file);
-    return n;
-}
-
-// Whole processors' worth of time that the control group `path` (as in /proc/self/cgroup) and those around it allow:
-// cpu.max says "200000 100000" for two, or "max 100000".
-static int cgroup_processors(char *path) {
-    int allowed = INT_MAX;
-    for (;;) {
-        char name[640];
-        long quota, period;
-        snprintf(name, sizeof name, "/sys/fs/cgroup%s/cpu.max", path);
-        FILE *file = fopen(name, "r");
-        if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && period > 0)
-            allowed = min_int(allowed, max_int(1, (int)(quota / period)));
-        if (file) fclose(file);
-        char *slash = strrchr(path, '/');
-        if (!slash) return allowed;
-        *slash = 0;
-    }
-}
-
-static int default_threads(void) {
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        if (!CPU_ISSET(cpu, &allowed)) continue;
-        char path[96]; // the list of the hardware threads of this core begins with its lowest: count each core there
-        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
-        long lowest = first_number(path);
-        if (lowest < 0 || lowest == cpu || lowest >= CPU_SETSIZE || !CPU_ISSET((int)lowest, &allowed)) cores++;
-    }
-    char group[512] = "";
-    FILE *file = fopen("/proc/self/cgroup", "r"); // the line of version 2 is "0::/path"
-    if (file && fscanf(file, "0::%511s", group) != 1) group[0] = 0;
-    if (file) fclose(file);
-    return max_int(1, min_int(cores, cgroup_processors(group)));
-}
-#else
-static int default_threads(void) {
-    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
-}
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // §7 Forward
@@ -1948,6 +1918,41 @@ static void forward(Session *s, const Row *rows, int n) {
 //
 // An array value is a uint32 type, a uint64 length and the elements. Ref: the GGUF specification in ggml's docs.
 
+// Refuse what no sane model has before anything is computed from it: after this, products of two of these fit a size_t
+// with room to spare.
+static void config_check(const Config *c, const char *path, const char *format) {
+    struct {
+        const char *name;
+        int value, most;
+    } fields[] = {{"dim", c->dim, 1 << 20},
+                  {"hidden_dim", c->hidden_dim, 1 << 22},
+                  {"n_layers", c->n_layers, 1 << 12},
+                  {"n_heads", c->n_heads, 1 << 14},
+                  {"n_kv_heads", c->n_kv_heads, 1 << 14},
+                  {"head_dim", c->head_dim, 1 << 14},
+                  {"vocab_size", c->vocab_size, 1 << 24},
+                  {"context length", c->n_ctx_train, 1 << 30}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].value < 1 || fields[i].value > fields[i].most)
+            die("%s: not a sound %s: expected %s from 1 to %d, got %d", path, format, fields[i].name, fields[i].most,
+                fields[i].value);
+    if (c->n_heads % c->n_kv_heads)
+        die("%s: not a sound %s: expected n_heads to be a multiple of n_kv_heads, got %d and %d", path, format,
+            c->n_heads, c->n_kv_heads);
+    if (c->head_dim % 2)
+        die("%s: not a sound %s: expected an even head_dim (RoPE turns pairs), got %d", path, format, c->head_dim);
+    if ((size_t)c->n_heads * (size_t)c->head_dim > 1 << 22)
+        die("%s: not a sound %s: %d heads of %d are too wide", path, format, c->n_heads, c->head_dim);
+    if (c->sliding_window < 0)
+        die("%s: not a sound %s: expected a sliding window of at least 0, got %d", path, format, c->sliding_window);
+    if (!(c->norm_eps >= 0 && c->norm_eps < 1))
+        die("%s: not a sound %s: expected a norm epsilon from 0 to 1, got %g", path, format, (double)c->norm_eps);
+    if (!(c->rope_base > 1 && c->rope_base < 1e12) || !(c->rope_factor >= 1e-3 && c->rope_factor <= 1e6) ||
+        c->rope_n_ctx < 1 || c->rope_scaling > ROPE_YARN)
+        die("%s: not a sound %s: RoPE has base %g, scaling %d, factor %g, context %d", path, format, c->rope_base,
+            c->rope_scaling, c->rope_factor, c->rope_n_ctx);
+}
+
 typedef enum { G_U8, G_I8, G_U16, G_I16, G_U32, G_I32, G_F32, G_BOOL, G_STRING, G_ARRAY, G_U64, G_I64, G_F64 } GgufType;
 
 typedef struct {
@@ -1959,7 +1964,7 @@ typedef struct {
     String key;
     GgufType type, element; // element: of an array
     uint64_t n;             // elements of an array, else 1
-    size_t pos;             // of the value in the file
+    size_t pos, end;        // of the value in the file
 } GgufKey;
 
 typedef struct {
@@ -1994,6 +1999,11 @@ static uint64_t reader_count(Reader *r, size_t least, const char *what) {
     return n;
 }
 
+// How much of a string a message shows, for %.*s.
+static int shown(String s) {
+    return s.len < 80 ? (int)s.len : 80;
+}
+
 static int compare_strings(String a, String b) {
     int order = memcmp(a.text, b.text, a.len < b.len ? a.len : b.len);
     return order ? order : (a.len > b.len) - (a.len < b.len);
@@ -2026,7 +2036,7 @@ static void gguf_skip_value(Reader *r, String key, uint32_t type, uint64_t n) {
     if (type == G_STRING)
         for (uint64_t i = 0; i < n; i++) reader_string(r, "a string value");
     else if (!gguf_type_bytes(type))
-        die("%s: key %.*s: expected a value type of GGUF, got %u", r->path, (int)key.len, key.text, type);
+        die("%s: key %.*s: expected a value type of GGUF, got %u", r->path, shown(key), key.text, type);
     else reader_take(r, product(n, gguf_type_bytes(type), "a GGUF value"), "a value");
 }
 
@@ -2050,6 +2060,7 @@ static void gguf_read_keys(Gguf *g, Reader *r) {
             k->pos = r->pos;
             gguf_skip_value(r, k->key, type, 1);
         }
+        k->end = r->pos;
     }
     qsort(g->keys, (size_t)g->n_keys, sizeof *g->keys, compare_keys);
     for (int i = 1; i < g->n_keys; i++)
@@ -2112,10 +2123,10 @@ static String gguf_string(const Gguf *g, const char *key) {
     return reader_string(&r, key);
 }
 
-// A Reader at the elements of an array of this element type, and their number; 0 where the key is missing.
+// A Reader of the elements of an array of this element type, and their number; 0 where the key is missing.
 static uint64_t gguf_array(const Gguf *g, const char *key, GgufType element, Reader *r) {
     const GgufKey *k = gguf_find(g, key);
-    *r = (Reader){g->file->path, g->file->data, g->file->size, k ? k->pos : 0};
+    *r = (Reader){g->file->path, g->file->data, k ? k->end : 0, k ? k->pos : 0};
     if (!k) return 0;
     if (k->type != G_ARRAY || k->element != element)
         die("%s: key %s: expected an array of type %d, got type %d of %d", g->file->path, key, element, k->type,
@@ -2240,7 +2251,7 @@ static Matrix gguf_matrix(Model *m, Gguf *g, int layer, const char *name, int ro
         float *values = alloc_pages((size_t)rows * (size_t)cols, sizeof *values, name);
         for (int r = 0; r < rows; r++)
             unpack_row(t->format, t->data + (size_t)r * (size_t)cols * 2, cols, values + (size_t)r * (size_t)cols);
-        s.format = format_by_id(0);
+        s.format = format_by_id(PLAIN_F32);
         s.weights = (const uint8_t *)values;
         w = matrix_load(m, rows, cols, s);
         free_pages(values, (size_t)rows * (size_t)cols, sizeof *values);
@@ -2266,7 +2277,7 @@ static float *gguf_vector(Gguf *g, int layer, const char *name, int n, int turn_
 // `key` of the file's architecture, as "llama.context_length".
 static const char *gguf_arch_key(const Gguf *g, char out[96], const char *key) {
     String arch = gguf_string(g, "general.architecture");
-    snprintf(out, 96, "%.*s.%s", (int)min_int((int)arch.len, 40), arch.text, key);
+    snprintf(out, 96, "%.*s.%s", shown(arch), arch.text, key);
     return out;
 }
 
@@ -2280,30 +2291,42 @@ static double gguf_arch_number(const Gguf *g, const char *key, double otherwise)
     return gguf_number(g, gguf_arch_key(g, name, key), otherwise);
 }
 
-static void gguf_rope(const Gguf *g, Config *c) {
+static void gguf_rope(Gguf *g, Config *c) {
     char key[96];
     c->rope_base = gguf_arch_number(g, "rope.freq_base", 10000);
-    c->rope_factor = gguf_arch_number(g, "rope.scaling.factor", 1);
+    c->rope_factor = gguf_arch_number(g, "rope.scaling.factor", gguf_arch_number(g, "rope.scale_linear", 1));
     c->rope_n_ctx = gguf_arch_int(g, "rope.scaling.original_context_length", c->n_ctx_train);
     String type = gguf_string(g, gguf_arch_key(g, key, "rope.scaling.type"));
-    if (string_is(type, "linear")) c->rope_scaling = ROPE_LINEAR;
+    if (string_is(type, "linear") || (!type.len && c->rope_factor != 1)) c->rope_scaling = ROPE_LINEAR;
     else if (string_is(type, "yarn")) c->rope_scaling = ROPE_YARN;
+    else if (string_is(type, "llama3") && !gguf_tensor(g, -1, "rope_freqs.weight"))
+        die("%s: RoPE is scaled as in Llama 3, but tensor rope_freqs.weight is missing", g->file->path);
     else if (type.len && !string_is(type, "none") && !string_is(type, "llama3"))
-        die("%s: key %s: expected none, linear, llama3 or yarn, got %.*s", g->file->path, key, (int)type.len,
-            type.text);
+        die("%s: key %s: expected none, linear, llama3 or yarn, got %.*s", g->file->path, key, shown(type), type.text);
+    static const struct {
+        const char *key;
+        double usual;
+    } fixed[] = {
+        {"rope.scaling.attn_factor", 1},     {"rope.scaling.yarn_attn_factor", 1}, {"rope.scaling.yarn_ext_factor", 1},
+        {"rope.scaling.yarn_beta_fast", 32}, {"rope.scaling.yarn_beta_slow", 1},   {"attention.scale", 0},
+        {"final_logit_softcapping", 0},      {"attn_logit_softcapping", 0},        {"logit_scale", 0}};
+    for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
+        if (gguf_arch_number(g, fixed[i].key, fixed[i].usual) != fixed[i].usual)
+            die("%s: key %s: only %g is supported, got %g", g->file->path, gguf_arch_key(g, key, fixed[i].key),
+                fixed[i].usual, gguf_arch_number(g, fixed[i].key, 0));
     int turned = gguf_arch_int(g, "rope.dimension_count", c->head_dim);
     if (turned != c->head_dim)
         die("%s: RoPE turns %d of %d dimensions of a head; expected all", g->file->path, turned, c->head_dim);
 }
 
-// The hyperparameters, from the metadata; a file with a vocabulary alone may lack them.
-static Config gguf_config(const Gguf *g) {
+// The hyperparameters, from the metadata, all but the size of the vocabulary.
+static Config gguf_config(Gguf *g) {
     Config c = {.rope_factor = 1};
     String arch = gguf_string(g, "general.architecture");
     bool qwen = string_is(arch, "qwen2") || string_is(arch, "qwen3");
     if (!string_is(arch, "llama") && !qwen)
-        die("%s: this GGUF file's architecture: expected llama, qwen2 or qwen3, got '%.*s'", g->file->path,
-            (int)min_int((int)arch.len, 40), arch.text);
+        die("%s: this GGUF file's architecture: expected llama, qwen2 or qwen3, got '%.*s'", g->file->path, shown(arch),
+            arch.text);
     c.dim = gguf_arch_int(g, "embedding_length", 0);
     c.hidden_dim = gguf_arch_int(g, "feed_forward_length", 0);
     c.n_layers = gguf_arch_int(g, "block_count", 0);
@@ -2311,11 +2334,9 @@ static Config gguf_config(const Gguf *g) {
     c.n_kv_heads = gguf_arch_int(g, "attention.head_count_kv", c.n_heads);
     c.head_dim = gguf_arch_int(g, "attention.key_length", c.n_heads > 0 ? c.dim / c.n_heads : 0);
     c.n_ctx_train = gguf_arch_int(g, "context_length", 0);
-    c.sliding_window = max_int(0, gguf_arch_int(g, "attention.sliding_window", 0));
+    c.sliding_window = gguf_arch_int(g, "attention.sliding_window", 0);
     c.norm_eps = (float)gguf_arch_number(g, "attention.layer_norm_rms_epsilon", 1e-5);
     c.rope_halves = qwen;
-    const GgufKey *tokens = gguf_find(g, "tokenizer.ggml.tokens");
-    c.vocab_size = tokens ? (int)min_int((int)tokens->n, INT_MAX) : gguf_arch_int(g, "vocab_size", 0);
     if (gguf_arch_int(g, "attention.value_length", c.head_dim) != c.head_dim)
         die("%s: keys and values have different widths; expected the same", g->file->path);
     if (gguf_arch_int(g, "expert_count", 0) > 0) die("%s: a mixture of experts; expected a dense model", g->file->path);
@@ -2348,7 +2369,7 @@ static void gguf_load(Model *m, Gguf *g) {
     Config *c = &m->config;
     *c = gguf_config(g);
     String name = gguf_string(g, "general.name");
-    snprintf(m->name, sizeof m->name, "%.*s", (int)min_int((int)name.len, 79), name.text);
+    snprintf(m->name, sizeof m->name, "%.*s", shown(name), name.text);
     const GgufTensor *embed = gguf_tensor(g, -1, "token_embd.weight");
     if (!embed) die("%s: tensor token_embd.weight is missing: a vocabulary without a model?", g->file->path);
     const GgufTensor *first = gguf_tensor(g, 0, "ffn_gate.weight");
@@ -2442,7 +2463,7 @@ static size_t llama2c_size(const Config *c, const Llama2c *h) {
 static Matrix llama2c_matrix(Model *m, const Mapping *file, Reader *r, const Llama2c *h, int rows, int cols,
                              const char *name) {
     size_t n = (size_t)rows * (size_t)cols, start = r->pos;
-    Source s = {.format = format_by_id(0)};
+    Source s = {.format = format_by_id(PLAIN_F32)};
     Matrix w;
     if (h->version < 2) {
         s.weights = reader_take(r, n * 4, name);
@@ -3010,6 +3031,7 @@ typedef struct {
     int bos, unknown;         // ids, or -1
     bool add_bos;             // a text begins with BOS
     bool space_prefix;        // a space goes in front of a text
+    bool single_prefix;       // but not in front of one that begins with a space
     bool escapes_space;       // U+2581 in a text counts as a space
     bool whole_words;         // a word that is a piece is not cut up, whatever the merges say
     Stage stages[MAX_STAGES]; // the words: each pattern cuts up what the one before it left, matched or not
@@ -3107,7 +3129,10 @@ static void tokenizer_index(Tokenizer *t) {
 static void tokenizer_add_stop(Tokenizer *t, int id) {
     for (int i = 0; i < t->n_stop_ids; i++)
         if (t->stop_ids[i] == id) return;
-    if (id >= 0 && id < t->n_pieces && t->n_stop_ids < MAX_STOP_IDS) t->stop_ids[t->n_stop_ids++] = id;
+    if (id < 0) return; // the file names none
+    if (id >= t->n_pieces || t->n_stop_ids == MAX_STOP_IDS)
+        die("%s: tokenizer: expected at most %d stop ids, below %d, got %d", t->path, MAX_STOP_IDS, t->n_pieces, id);
+    t->stop_ids[t->n_stop_ids++] = id;
 }
 
 static void tokenizer_free(Tokenizer *t) {
@@ -3255,7 +3280,8 @@ static int unescape_spaces(const char *text, size_t n, char *out) {
 static void encode_plain(const Tokenizer *t, const char *text, size_t n, Ids *ids) {
     if (n == 0) return;
     Text prepared = {0};
-    if (t->space_prefix) text_append(&prepared, " ", 1);
+    bool begins = text[0] == ' ' || (n >= 3 && !memcmp(text, "\xE2\x96\x81", 3));
+    if (t->space_prefix && !(t->single_prefix && begins)) text_append(&prepared, " ", 1);
     text_append(&prepared, text, n);
     if (t->escapes_space) prepared.len = (size_t)unescape_spaces(prepared.data, prepared.len, prepared.data);
     Bpe b = {alloc(prepared.len, sizeof *b.symbols, "tokenizer"), alloc(3 * prepared.len, sizeof *b.heap, "tokenizer"),
@@ -3373,7 +3399,7 @@ static bool tokenizer_set_model(Tokenizer *t, const char *path, bool byte_level,
     snprintf(t->model, sizeof t->model, "%s", byte_level ? "gpt2" : "llama");
     if (!byte_level) return true;
     if (!pre.len) pre = (String){"default", 7};
-    snprintf(t->pre, sizeof t->pre, "%.*s", (int)min_int((int)pre.len, 31), pre.text);
+    snprintf(t->pre, sizeof t->pre, "%.*s", shown(pre), pre.text);
     unicode_prepare();
     for (size_t i = 0; i < sizeof pre_tokenizers / sizeof *pre_tokenizers; i++) {
         if (!string_is(pre, pre_tokenizers[i].name)) continue;
@@ -3381,8 +3407,7 @@ static bool tokenizer_set_model(Tokenizer *t, const char *path, bool byte_level,
         t->whole_words = pre_tokenizers[i].whole_words;
         return pre_tokenizers[i].add_bos;
     }
-    die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", path,
-        (int)min_int((int)pre.len, 80), pre.text);
+    die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", path, shown(pre), pre.text);
 }
 
 static void tokenizer_check(const Tokenizer *t, const char *path) {
@@ -3455,14 +3480,13 @@ static int raw_bytes(const char *text, size_t n, char *out) {
 static void gguf_read_merges(Tokenizer *t, const Gguf *g) {
     Reader r;
     uint64_t n = gguf_array(g, "tokenizer.ggml.merges", G_STRING, &r);
-    char *bytes = alloc(g->file->size, 1, "merges");
+    char *bytes = alloc(r.size - r.pos, 1, "merges");
     merges_open(t, (uint32_t)n);
     for (int rank = 0; rank < (int)n; rank++) {
         String s = reader_string(&r, "a merge");
-        const char *space = s.len > 1 ? memchr(s.text + 1, ' ', s.len - 1) : NULL;
+        const char *space = s.len > 1 && s.len < 1 << 16 ? memchr(s.text + 1, ' ', s.len - 1) : NULL;
         if (!space)
-            die("%s: merge %d: expected two pieces with a space between, got '%.*s'", r.path, rank,
-                (int)min_int((int)s.len, 80), s.text);
+            die("%s: merge %d: expected two pieces with a space between, got '%.*s'", r.path, rank, shown(s), s.text);
         size_t split = (size_t)(space - s.text);
         int left = tokenizer_find(t, bytes, (size_t)raw_bytes(s.text, split, bytes));
         int right = tokenizer_find(t, bytes, (size_t)raw_bytes(space + 1, s.len - split - 1, bytes));
@@ -3486,7 +3510,7 @@ static void gguf_read_pieces(Tokenizer *t, const Gguf *g, bool byte_level) {
             (unsigned long long)n, (unsigned long long)n_scores, (unsigned long long)n_types);
     t->n_pieces = (int)n;
     t->pieces = alloc(n, sizeof *t->pieces, "vocabulary");
-    t->text = alloc(g->file->size, 1, "vocabulary");
+    t->text = alloc(tokens.size - tokens.pos, 1, "vocabulary");
     char *out = t->text;
     for (int i = 0; i < t->n_pieces; i++) {
         String s = reader_string(&tokens, "a piece");
@@ -3525,8 +3549,7 @@ static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
     String model = gguf_string(g, "tokenizer.ggml.model"), pre = gguf_string(g, "tokenizer.ggml.pre");
     bool byte_level = string_is(model, "gpt2");
     if (!byte_level && !string_is(model, "llama"))
-        die("%s: tokenizer.ggml.model: expected llama or gpt2, got '%.*s'", g->file->path,
-            (int)min_int((int)model.len, 40), model.text);
+        die("%s: tokenizer.ggml.model: expected llama or gpt2, got '%.*s'", g->file->path, shown(model), model.text);
     gguf_read_pieces(t, g, byte_level);
     tokenizer_index(t);
     bool add_bos = tokenizer_set_model(t, g->file->path, byte_level, pre);
@@ -3546,7 +3569,8 @@ static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
 
 // Where the tokenizer of a flat checkpoint lies; 0: there is none.
 static size_t flat_tokenizer_offset(const Checkpoint *file) {
-    Reader r = {file->file.path, file->file.data, file->file.size, 20};
+    Reader r = {file->file.path, file->file.data, file->file.size, 0};
+    reader_take(&r, 20, "header");
     uint32_t flags = reader_u32(&r, "flags");
     reader_u64(&r, "offset of the table");
     uint64_t offset = reader_u64(&r, "offset of the tokenizer");
@@ -3606,12 +3630,14 @@ static void tokenizer_read_flat(Tokenizer *t, const Checkpoint *file) {
     t->add_bos = t->bos >= 0 && flags & 1;
     t->space_prefix = flags & 2;
     t->escapes_space = flags & 4;
+    t->single_prefix = flags & 8;
     tokenizer_check(t, r->path);
 }
 
 // Whether a checkpoint brings its tokenizer.
 static bool has_tokenizer(const Checkpoint *file) {
-    return file->gguf || (file->flat && flat_tokenizer_offset(file));
+    if (file->gguf) return gguf_find(file->gguf, "tokenizer.ggml.tokens") != NULL;
+    return file->flat && flat_tokenizer_offset(file);
 }
 
 // The tokenizer of a GGUF file or flat checkpoint, or a llama2.c tokenizer.bin.
@@ -3835,7 +3861,6 @@ static bool stdin_is_redirected(void) {
 // that nobody means as part of the prompt: one is dropped from a file or stream unless `exact`.
 static Text read_prompt(const Options *o, bool exact) {
     Text text = {0};
-    if (o->prompt && o->file) die_usage("--prompt and --file: expected one of the two, got both");
     if (o->prompt) {
         text_append(&text, o->prompt, strlen(o->prompt));
         return text;
@@ -3873,11 +3898,10 @@ static void note_long_context(const char *option, int n, const Config *c) {
                 c->n_ctx_train);
 }
 
+// The type of the key/value cache: --kv, else what suits the weights (§6).
 static Type choose_kv_type(const Options *o, const Model *m) {
     if (!o->kv) return m->layers[0].q.type == F32 ? F32 : F16;
-    if (!strcmp(o->kv, "f32")) return F32;
-    if (!strcmp(o->kv, "f16")) return F16;
-    die_usage("--kv: expected f32 or f16, got '%s'", o->kv);
+    return strcmp(o->kv, "f32") ? F16 : F32;
 }
 
 static int choose_context(const Options *o, const Config *c) {
@@ -3894,18 +3918,18 @@ static Tokenizer *choose_tokenizer(const Options *o, const Checkpoint *checkpoin
     return t;
 }
 
-static void engine_load(Engine *e, const Options *o) {
+static void engine_load(Engine *e, const Options *o, bool with_tokenizer) {
     double start = seconds();
     if (!o->checkpoint)
         die_usage("expected a checkpoint, as in: run model.bin -i \"Once upon a time\" (run -h for help)");
     e->n_threads = choose_threads(o);
     Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
-    e->tokenizer = choose_tokenizer(o, checkpoint);
+    if (with_tokenizer) e->tokenizer = choose_tokenizer(o, checkpoint);
     e->model = model_load(checkpoint, e->n_threads);
     checkpoint_close(checkpoint);
     // A token of a tiny model is done before a second thread has woken up.
     if (!o->threads && model_bytes_per_token(e->model) < TINY_MODEL) e->n_threads = 1;
-    if (e->tokenizer->n_pieces != e->model->config.vocab_size)
+    if (with_tokenizer && e->tokenizer->n_pieces != e->model->config.vocab_size)
         die("%s has %d pieces, but %s has a vocabulary of %d: expected a matching tokenizer (--tokenizer FILE)",
             e->tokenizer->path, e->tokenizer->n_pieces, o->checkpoint, e->model->config.vocab_size);
     e->load_seconds = seconds() - start;
@@ -3913,7 +3937,7 @@ static void engine_load(Engine *e, const Options *o) {
 
 static void engine_free(Engine *e) {
     if (e->session) session_free(e->session);
-    tokenizer_free(e->tokenizer);
+    if (e->tokenizer) tokenizer_free(e->tokenizer);
     model_free(e->model);
 }
 
@@ -4039,7 +4063,7 @@ static int generate_tokens(Engine *e, const Options *o, Ids *ids, Sampler *sampl
 
 static int mode_generate(const Options *o) {
     Engine e = {0};
-    engine_load(&e, o);
+    engine_load(&e, o, true);
     Text prompt = read_prompt(o, false);
     Ids ids = {0};
     bool bos = e.tokenizer->add_bos || (prompt.len == 0 && e.tokenizer->bos >= 0);
@@ -4097,14 +4121,14 @@ static int mode_tokenize(const Options *o) {
 
 // --- info: what a checkpoint holds
 
-// One line for matrices that are alike in every layer, or for each kind of them.
-static void print_matrix(const char *name, const Matrix *w, int copies) {
+// One line for a matrix, or for that of all layers: its type in the first, its size in all.
+static void print_matrix(const char *name, const Matrix *w, int copies, double bytes) {
     char group[64] = "";
     if (is_quantized(w->type))
         snprintf(group, sizeof group, ", groups of %d, %s scales%s", w->group, type_name(w->scale_type),
                  w->mins ? " and minima" : "");
     printf("  %-10s %4d x [%d, %d] %s%s, %.1f MiB\n", name, copies, w->rows, w->cols, type_name(w->type), group,
-           (double)copies * (double)matrix_bytes(w) / (1 << 20));
+           bytes / (1 << 20));
 }
 
 static void print_tokenizer(const Tokenizer *t) {
@@ -4139,13 +4163,15 @@ static void print_sizes(const Model *m, Type kv_type, int n_ctx) {
            (double)model_bytes_per_token(m) / (1 << 20));
     printf("KV cache        %.0f bytes per token (%s), %.1f MiB for a context of %d\n", per_token, type_name(kv_type),
            per_token * n_ctx / (1 << 20), n_ctx);
-    const Layer *a = &m->layers[0];
-    printf("matrices        those of the first layer stand for all\n");
-    const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->up, &a->down};
-    static const char *const names[] = {"q", "k", "v", "o", "gate", "up", "down"};
-    print_matrix("embed", &m->embed, 1);
-    for (int i = 0; i < 7; i++) print_matrix(names[i], all[i], c->n_layers);
-    if (!m->tied) print_matrix("output", &m->output, 1);
+    static const char *const names[LAYER_MATRICES] = {"q", "k", "v", "o", "gate", "up", "down"};
+    printf("matrices        types are those of the first layer, sizes of all\n");
+    print_matrix("embed", &m->embed, 1, (double)matrix_bytes(&m->embed));
+    for (int i = 0; i < LAYER_MATRICES; i++) {
+        double bytes = 0;
+        for (int l = 0; l < c->n_layers; l++) bytes += (double)matrix_bytes(layer_matrix(m, l, i));
+        print_matrix(names[i], layer_matrix(m, 0, i), c->n_layers, bytes);
+    }
+    if (!m->tied) print_matrix("output", &m->output, 1, (double)matrix_bytes(&m->output));
 }
 
 static int mode_info(const Options *o) {
@@ -4155,13 +4181,18 @@ static int mode_info(const Options *o) {
     printf("file            %s\n", o->checkpoint);
     if (checkpoint->gguf && !checkpoint->gguf->n_tensors) {
         String arch = gguf_string(checkpoint->gguf, "general.architecture");
-        printf("format          GGUF version %d, a vocabulary alone\n", checkpoint->gguf->version);
-        printf("architecture    %.*s\n", (int)min_int((int)arch.len, 80), arch.text);
+        char name[96];
+        snprintf(name, sizeof name, "%.*s", shown(arch), arch.text);
+        printf("format          GGUF version %d, a vocabulary alone\narchitecture    ", checkpoint->gguf->version);
+        print_escaped(stdout, name);
+        printf("\n");
         print_tokenizer(t);
     } else {
         Model *m = model_load(checkpoint, choose_threads(o));
         printf("format          %s\n", m->format);
-        if (m->name[0]) printf("name            %s\n", m->name);
+        if (m->name[0]) printf("name            ");
+        print_escaped(stdout, m->name);
+        if (m->name[0]) printf("\n");
         print_config(m);
         if (t) print_tokenizer(t);
         print_sizes(m, choose_kv_type(o, m), choose_context(o, &m->config));
@@ -4225,7 +4256,7 @@ static int mode_perplexity(const Options *o) {
     if (!o->prompt && !o->file && !stdin_is_redirected())
         die_usage("perplexity: expected a text in --file, --prompt or standard input");
     Engine e = {0};
-    engine_load(&e, o);
+    engine_load(&e, o, true);
     int window = o->window ? o->window : min_int(512, e.model->config.n_ctx_train);
     int stride = o->stride ? o->stride : max_int(1, window / 2);
     if (window < 2) die_usage("--window: expected at least 2 (a BOS and a token), got %d", window);
@@ -4235,7 +4266,7 @@ static int mode_perplexity(const Options *o) {
     Text text = read_prompt(o, true);
     Ids ids = {0};
     tokenizer_encode(e.tokenizer, text.data, text.len, o->special, &ids);
-    bool bos = e.tokenizer->add_bos;
+    bool bos = e.tokenizer->add_bos && !o->no_bos;
     int begin = bos ? 0 : 1, scored = begin, n = ids.len;
     if (n <= begin) die("perplexity: expected a text of at least %d tokens, got %d", begin + 1, n);
     if (o->n_tokens) n = min_int(n, begin + o->n_tokens);
@@ -4263,24 +4294,24 @@ static int mode_perplexity(const Options *o) {
 // How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain read of
 // as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of that
 // instruction. Both limits are measured in the same run, round about with the rest, because machines are noisy: only a
-// share of a limit measured at the same time says anything. Each figure is the median of the rounds.
+// share of a limit measured at the same time says anything. Each figure is the median of the rounds, and so is each share:
+// the median of its ratios, not the ratio of the medians.
 
 enum { BENCH_ROUNDS = 5, BENCH_SEQS = 16, BENCH_FAR = 2000, BENCH_STEPS = 12 };
 
+// What is measured. A limit is a figure that others are compared with; `per_token`: what a token costs of it.
 typedef struct {
-    const char *name, *unit;
-    double value[BENCH_ROUNDS], share[BENCH_ROUNDS]; // share of the limit, or 0
-    double scale;                                    // from tokens/s to what the limit counts, in billions
+    char name[24];
+    const char *unit, *limit_unit;
+    double value[BENCH_ROUNDS], share[BENCH_ROUNDS];
+    double per_token; // billions of operations or bytes; 0: compared with nothing
 } Figure;
 
 // Multiply-adds count as two operations. The output matrix is left out: a prompt needs it once.
 static double operations_per_token(const Model *m) {
     double n = 0;
-    for (int l = 0; l < m->config.n_layers; l++) {
-        const Layer *a = &m->layers[l];
-        const Matrix *all[] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->down, &a->up};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) n += 2.0 * all[i]->rows * all[i]->cols;
-    }
+    for (int l = 0; l < m->config.n_layers; l++)
+        for (int i = 0; i < LAYER_MATRICES; i++) n += 2.0 * layer_matrix(m, l, i)->rows * layer_matrix(m, l, i)->cols;
     return n;
 }
 
@@ -4302,6 +4333,24 @@ static double measure_read(const uint32_t *buffer, size_t bytes, int n_threads) 
     for (int i = 0; i < n_threads; i++) sum += read_words(buffer + (size_t)i * part, part);
     double elapsed = seconds() - start;
     return sum == 1 ? 0 : (double)bytes / elapsed; // the sum must look used
+}
+
+// For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how many
+// operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
+static double kernel_peak(Type type, int n, float *sink) {
+    enum { CHAINS = 16 };
+    Floats floats[CHAINS], x = floats_set(*sink);
+    Ints ints[CHAINS], q = ints_set((int32_t)*sink);
+    UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_set((float)i), ints[i] = ints_set(i);
+    for (int round = 0; round < n; round++) {
+        if (is_quantized(type)) UNROLL for (int i = 0; i < CHAINS; i++) ints[i] = ints_dot_int8(ints[i], q, q);
+        else UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_fma(x, x, floats[i]);
+    }
+    UNROLL for (int i = 1; i < CHAINS; i++) floats[0] = floats_fma(floats[i], floats_from_ints(ints[i]), floats[0]);
+    float lanes[LANES];
+    floats_store(lanes, floats[0]);
+    *sink = lanes[0];
+    return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : 1);
 }
 
 static double measure_peak(Type type, int n_threads) {
@@ -4339,80 +4388,90 @@ static double median(const double *x) {
     return sorted[BENCH_ROUNDS / 2];
 }
 
-static void print_figures(const Options *o, const Figure *figures, int n, double load_seconds) {
-    if (o->json) {
-        printf("{\"load_seconds\": %.4f, \"peak_memory_mib\": %.1f", load_seconds, peak_memory_mib());
-        for (int i = 0; i < n; i++) {
-            printf(", \"%s\": {\"%s\": %.4g", figures[i].name, figures[i].unit, median(figures[i].value));
-            if (median(figures[i].share) > 0) printf(", \"share_of_limit\": %.4f", median(figures[i].share));
-            printf("}");
-        }
-        printf("}\n");
-        return;
-    }
-    printf("load             %8.3f s\n", load_seconds);
+static void print_figures(const Options *o, const Figure *figures, int n, const Engine *e, double memory_mib) {
+    if (o->json)
+        printf("{\"load_seconds\": %.4f, \"memory_mib\": %.1f, \"threads\": %d", e->load_seconds, memory_mib,
+               e->n_threads);
+    else printf("load             %8.3f s\nmemory           %8.0f MiB after loading\n", e->load_seconds, memory_mib);
     for (int i = 0; i < n; i++) {
         const Figure *f = &figures[i];
-        printf("%-16s %8.1f %-9s", f->name, median(f->value), f->unit);
-        if (f->scale > 0)
-            printf(" %7.1f %s, %3.0f%% of the limit", median(f->value) * f->scale,
-                   f->name[0] == 'p' ? "GOP/s" : "GB/s ", 100 * median(f->share));
-        printf("\n");
+        double value = median(f->value), share = median(f->share);
+        if (o->json) {
+            printf(", \"%s\": {\"%s\": %.4g", f->name, f->unit, value);
+            if (f->per_token > 0)
+                printf(", \"%s\": %.4g, \"share_of_limit\": %.4f", f->limit_unit, value * f->per_token, share);
+            printf("}");
+        } else {
+            printf("%-16s %8.1f %-14s", f->name, value, f->unit);
+            if (f->per_token > 0)
+                printf(" = %.1f %s, %.0f%% of the limit", value * f->per_token, f->limit_unit, 100 * share);
+            printf("\n");
+        }
     }
-    printf("peak memory      %8.0f MiB\n", peak_memory_mib());
+    if (o->json) printf("}\n");
+}
+
+// Fills the figures in rounds, limits and what they limit close together. Returns how many there are.
+static int measure(Engine *e, const int *ids, int far, Figure *figures) {
+    static const int prompts[] = {16, 128, 512}, batches[] = {1, 4, 8, 16};
+    size_t bytes = model_bytes_per_token(e->model);
+    uint32_t *buffer = alloc(bytes, 1, "bench");
+    memset(buffer, 1, bytes);
+    Session *s = e->session;
+    int n = 0;
+    for (int round = 0; round < BENCH_ROUNDS; round++) {
+        n = 0;
+        Figure *peak = &figures[n++], *read = &figures[n++];
+        *peak = round ? *peak : (Figure){.name = "peak", .unit = "GOP/s"};
+        peak->value[round] = measure_peak(e->model->layers[0].q.type, e->n_threads) / 1e9;
+        for (int i = 0; i < 3 && prompts[i] <= s->n_ctx; i++) {
+            Figure *f = &figures[n++];
+            if (!round)
+                *f = (Figure){.unit = "tokens_per_second",
+                              .limit_unit = "GOP/s",
+                              .per_token = operations_per_token(e->model) / 1e9};
+            snprintf(f->name, sizeof f->name, "prefill_%d", prompts[i]);
+            f->value[round] = measure_prefill(s, ids, prompts[i]);
+            f->share[round] = f->value[round] * f->per_token / peak->value[round];
+        }
+        *read = round ? *read : (Figure){.name = "read", .unit = "GB/s"};
+        read->value[round] = measure_read(buffer, bytes, e->n_threads) / 1e9;
+        Figure *near = &figures[n++], *distant = &figures[n++];
+        if (!round)
+            *near = (Figure){
+                .name = "decode", .unit = "tokens_per_second", .limit_unit = "GB/s", .per_token = (double)bytes / 1e9};
+        near->value[round] = measure_decode(s, ids, 1, 0);
+        near->share[round] = near->value[round] * near->per_token / read->value[round];
+        if (!round) *distant = (Figure){.unit = "tokens_per_second"};
+        snprintf(distant->name, sizeof distant->name, "decode_at_%d", far);
+        if (!round) prefill(s, ids, far, 0, 0);
+        distant->value[round] = measure_decode(s, ids, 1, far);
+        for (int i = 0; i < 4; i++) {
+            Figure *f = &figures[n++];
+            if (!round) *f = (Figure){.unit = "tokens_per_second"};
+            snprintf(f->name, sizeof f->name, "batch_%d", batches[i]);
+            f->value[round] = measure_decode(s, ids, batches[i], BENCH_STEPS);
+        }
+    }
+    free(buffer);
+    return n;
 }
 
 static int mode_bench(const Options *o) {
-    static const int prompts[] = {16, 128, 512}, batches[] = {1, 4, 8, 16};
     Engine e = {0};
-    engine_load(&e, o);
+    engine_load(&e, o, false);
+    double memory_mib = peak_memory_mib();
     const Config *c = &e.model->config;
-    int n_ctx = min_int(c->n_ctx_train, BENCH_FAR + BENCH_STEPS + 1), far = n_ctx - BENCH_STEPS - 1;
-    if (far < BENCH_STEPS) die("bench: a context of %d is too short to measure anything", c->n_ctx_train);
-    Session *s = e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, BENCH_SEQS,
-                                          max_int(o->chunk, BENCH_SEQS), BENCH_SEQS, e.n_threads);
+    int n_ctx = min_int(o->context ? o->context : c->n_ctx_train, BENCH_FAR + BENCH_STEPS), far = n_ctx - BENCH_STEPS;
+    if (far < 2 * BENCH_STEPS) die("bench: expected a context of at least %d, got %d", 3 * BENCH_STEPS, n_ctx);
+    int rows = max_int(o->chunk, BENCH_SEQS);
+    e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, BENCH_SEQS, rows, BENCH_SEQS, e.n_threads);
     int *ids = alloc((size_t)n_ctx + BENCH_SEQS, sizeof *ids, "bench");
     for (int i = 0; i < n_ctx + BENCH_SEQS; i++) ids[i] = (int)((i * 7919LL + 3) % c->vocab_size);
-    size_t bytes = model_bytes_per_token(e.model);
-    uint32_t *buffer = alloc(bytes, 1, "bench");
-    memset(buffer, 1, bytes);
-    Figure read = {"read", "GB/s", {0}, {0}, 0}, peak = {"peak", "GOP/s", {0}, {0}, 0},
-           near = {"decode", "tokens/s", {0}, {0}, (double)bytes / 1e9},
-           distant = {"decode, far", "tokens/s", {0}, {0}, 0};
-    Figure prompt[3], batch[4], all[12];
-    char names[7][24];
-    for (int i = 0; i < 3; i++) {
-        snprintf(names[i], sizeof names[i], "prefill %d", prompts[i]);
-        prompt[i] = (Figure){names[i], "tokens/s", {0}, {0}, operations_per_token(e.model) / 1e9};
-    }
-    for (int i = 0; i < 4; i++) {
-        snprintf(names[3 + i], sizeof names[3 + i], "batch %d", batches[i]);
-        batch[i] = (Figure){names[3 + i], "tokens/s", {0}, {0}, 0};
-    }
-    for (int round = 0; round < BENCH_ROUNDS; round++) {
-        peak.value[round] = measure_peak(e.model->layers[0].q.type, e.n_threads) / 1e9;
-        for (int i = 0; i < 3; i++) {
-            if (prompts[i] >= n_ctx) continue;
-            prompt[i].value[round] = measure_prefill(s, ids, prompts[i]);
-            prompt[i].share[round] = prompt[i].value[round] * prompt[i].scale / peak.value[round];
-        }
-        read.value[round] = measure_read(buffer, bytes, e.n_threads) / 1e9;
-        near.value[round] = measure_decode(s, ids, 1, 0);
-        near.share[round] = near.value[round] * near.scale / read.value[round];
-        for (int i = 0; i < 4; i++) batch[i].value[round] = measure_decode(s, ids, batches[i], BENCH_STEPS);
-        if (round == 0) prefill(s, ids, far, 0, 0);
-        distant.value[round] = measure_decode(s, ids, 1, far);
-    }
-    int n = 0;
-    all[n++] = read;
-    all[n++] = peak;
-    for (int i = 0; i < 3; i++) all[n++] = prompt[i];
-    all[n++] = near;
-    all[n++] = distant;
-    for (int i = 0; i < 4; i++) all[n++] = batch[i];
-    print_figures(o, all, n, e.load_seconds);
+    Figure figures[16];
+    int n = measure(&e, ids, far, figures);
+    print_figures(o, figures, n, &e, memory_mib);
     write_out("", 0);
-    free(buffer);
     free(ids);
     engine_free(&e);
     return 0;
@@ -4625,6 +4684,8 @@ int main(int argc, char **argv) {
         write_out("", 0);
         status = 0;
     }
+    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: expected f32 or f16, got '%s'", o.kv);
+    if (o.prompt && o.file) die_usage("--prompt and --file: expected one of the two, got both");
     bool generating = !strcmp(o.mode, "generate");
     if (o.n_tokens < 0) o.n_tokens = generating ? 256 : 0;
     for (int i = 0; i < N_MODES && status < 0; i++)
