@@ -3562,6 +3562,8 @@ static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
     tokenizer_check(t, g->file->path);
     gguf_read_stops(t, g);
     String chat = gguf_string(g, "tokenizer.chat_template");
+    if (chat.len > 1 << 20)
+        die("%s: tokenizer.chat_template: expected at most 1 MiB, got %zu bytes", g->file->path, chat.len);
     if (chat.len) t->chat_template = memcpy(alloc(chat.len + 1, 1, "chat template"), chat.text, chat.len);
 }
 
@@ -3996,14 +3998,19 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+// The most memory that this process had at a time. (On Linux from /proc: what getrusage says there may be the peak of the
+// process that started this one.)
 static double peak_memory_mib(void) {
+    FILE *status = fopen("/proc/self/status", "r");
+    char line[256];
+    double kib = 0;
+    while (status && fgets(line, sizeof line, status))
+        if (sscanf(line, "VmHWM: %lf", &kib) == 1) break;
+    if (status) fclose(status);
+    if (kib > 0) return kib / 1024;
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-#ifdef __APPLE__
-    return (double)usage.ru_maxrss / (1 << 20); // bytes there, KiB elsewhere
-#else
-    return (double)usage.ru_maxrss / (1 << 10);
-#endif
+    return (double)usage.ru_maxrss / (1 << 20); // bytes on macOS
 }
 
 static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
@@ -4677,6 +4684,8 @@ static Options parse_options(int argc, char **argv) {
 
 int main(int argc, char **argv) {
     Options o = parse_options(argc, argv);
+    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: expected f32 or f16, got '%s'", o.kv);
+    if (o.prompt && o.file) die_usage("--prompt and --file: expected one of the two, got both");
     int status = -1;
     if (o.help || o.version) {
         if (o.help) print_help();
@@ -4684,8 +4693,6 @@ int main(int argc, char **argv) {
         write_out("", 0);
         status = 0;
     }
-    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: expected f32 or f16, got '%s'", o.kv);
-    if (o.prompt && o.file) die_usage("--prompt and --file: expected one of the two, got both");
     bool generating = !strcmp(o.mode, "generate");
     if (o.n_tokens < 0) o.n_tokens = generating ? 256 : 0;
     for (int i = 0; i < N_MODES && status < 0; i++)
