@@ -468,6 +468,7 @@ static const char *type_name(Type type) {
 enum {
     PANEL = 16, // rows in a panel
     BLOCK = 32, // columns that share a scale in a row of quantised activations
+    STRIP = 8,  // rows of quantised activations that lie together
 };
 
 static float float_from_bits(uint32_t bits) {
@@ -673,14 +674,23 @@ static void unpack_row(const Format *f, const uint8_t *row, int cols, float *out
 
 // --- activations
 
-// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has quantised matrices.
+// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has quantised matrices. The kernels
+// meet 8 rows at a time, so the int8 lie in strips of 8 rows: what they need next to each other lies next to each other.
+// (A row that is alone is a strip of 1, and stays in the fastest cache.)
 typedef struct {
     size_t stride; // elements from one row to the next, a multiple of BLOCK
+    int strip;     // rows in a strip, STRIP or 1
     float *f;      // [n_rows, stride]
-    int8_t *q;     // [n_rows, stride]          f = scale * q within a block
-    float *scale;  // [n_rows, stride / BLOCK]
-    int32_t *sum;  // [n_rows, stride / 16]     sums of q over 16 columns (§4 says what for)
+    int32_t *q;    // [strips][stride / 4][strip] words of 4 int8          f is about scale * q
+    float *scale;  // [strips][stride / BLOCK][strip]
+    int32_t *sum;  // [strips][stride / 16][strip]   sums of q over 16 columns (§4 says what for)
 } Activations;
+
+// Where row `row` has its entry for column k in an array with an entry for each `columns` columns.
+static inline size_t strip_index(const Activations *x, int row, size_t k, size_t columns) {
+    size_t strip = (size_t)x->strip;
+    return ((size_t)row / strip * (x->stride / columns) + k / columns) * strip + (size_t)row % strip;
+}
 
 // Quantise one row: in each block of 32, scale = max|f| / 127 and q = round(f / scale), ties to even. An all-zero block
 // has scale 0 and zeros, not 0/0. A block with a NaN or an infinity gets the scale NaN, so that the error reaches the
@@ -688,26 +698,28 @@ typedef struct {
 static void quantize_row(const Activations *x, int row, int cols) {
     if (!x->q) return; // nothing in this model asks for it
     float *f = x->f + (size_t)row * x->stride;
-    int8_t *q = x->q + (size_t)row * x->stride;
-    float *scale = x->scale + (size_t)row * (x->stride / BLOCK);
-    int32_t *sum = x->sum + (size_t)row * (x->stride / 16);
     for (size_t i = (size_t)cols; i < pad((size_t)cols, BLOCK); i++) f[i] = 0; // the last block may be short
-    for (int b = 0; b * BLOCK < cols; b++, f += BLOCK, q += BLOCK, sum += 2) {
+    for (size_t k = 0; k < (size_t)cols; k += BLOCK, f += BLOCK) {
         uint32_t bits = 0; // without their sign, floats compare like the integers with the same bits, NaN highest
         for (int i = 0; i < BLOCK; i++) {
             uint32_t magnitude = bits_of_float(f[i]) & 0x7fffffff;
             bits = magnitude > bits ? magnitude : bits;
         }
-        float largest = float_from_bits(bits);
-        float inverse = 127.0f / largest;
+        float largest = float_from_bits(bits), inverse = 127.0f / largest;
         bool usable = isfinite(largest) && isfinite(inverse); // else zero, too small to divide by, or not a number
-        scale[b] = usable ? largest / 127.0f : isfinite(largest) ? 0 : NAN;
-        sum[0] = sum[1] = 0;
-        for (int i = 0; i < BLOCK; i++) {
-            // Adding and subtracting 1.5 * 2^23 leaves no room for a fraction: the addition rounds, to even.
-            q[i] = usable ? (int8_t)((f[i] * inverse + 12582912.0f) - 12582912.0f) : 0;
-            sum[i / 16] += q[i];
+        int32_t q[BLOCK] = {0}, sums[2] = {0};
+        // Adding and subtracting 1.5 * 2^23 leaves no room for a fraction: the addition rounds, to even.
+        for (int i = 0; i < BLOCK && usable; i++) q[i] = (int32_t)((f[i] * inverse + 12582912.0f) - 12582912.0f);
+        for (int i = 0; i < 16; i++) sums[0] += q[i];
+        for (int i = 16; i < BLOCK; i++) sums[1] += q[i];
+        int32_t *words = x->q + strip_index(x, row, k, 4), *sum = x->sum + strip_index(x, row, k, 16);
+        for (int i = 0; i < BLOCK / 4; i++) {
+            int8_t four[4] = {(int8_t)q[4 * i], (int8_t)q[4 * i + 1], (int8_t)q[4 * i + 2], (int8_t)q[4 * i + 3]};
+            memcpy(words + i * x->strip, four, sizeof four);
         }
+        sum[0] = sums[0];
+        sum[x->strip] = sums[1];
+        x->scale[strip_index(x, row, k, BLOCK)] = usable ? largest / 127.0f : isfinite(largest) ? 0 : NAN;
     }
 }
 
@@ -1109,7 +1121,7 @@ enum { DOT_OFFSET = 128 };
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
-enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 6, DOT_OFFSET = 0 };
+enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 4, DOT_OFFSET = 0 };
 typedef __m256 Floats;
 typedef __m256i Ints;
 #define floats_load(p) _mm256_loadu_ps((const float *)(p))
@@ -1142,7 +1154,7 @@ static inline Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
 
 #else // NEON with dot products (ARMv8.2)
 #include <arm_neon.h>
-enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 5, DOT_OFFSET = 0 };
+enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 4, DOT_OFFSET = 0 };
 typedef float32x4_t Floats;
 typedef int32x4_t Ints;
 #define floats_load(p) vld1q_f32((const float *)(p))
@@ -1223,13 +1235,6 @@ ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p
     EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
 }
 
-// Four int8 as one word.
-static inline int32_t load_i32(const int8_t *p) {
-    int32_t word;
-    memcpy(&word, p, sizeof word);
-    return word;
-}
-
 // Scales or minima of one vector.
 ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) {
     return w->scale_type == F16 ? floats_load_f16((const uint16_t *)array + at)
@@ -1238,10 +1243,12 @@ ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) 
 
 // One tile of quantised weights, int8 or int4. `block` columns (16 or 32) are summed in integers, then meet the scales:
 // y = sum over blocks of (sum (q_w - zero) q_x) * (scale_w * scale_x) + min_w * (scale_x * sum q_x)
-ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, Type type, int block, const Matrix *w, size_t first_panel,
-                                  const Activations *x, int row, float *y, size_t y_stride) {
+ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type, int block, const Matrix *w,
+                                  size_t first_panel, const Activations *x, int row, float *y, size_t y_stride) {
     const size_t panel = panel_words(w), scales_panel = panel_scales(w);
     const int32_t *step = (const int32_t *)w->panels + first_panel * panel;
+    const int32_t *q = x->q + strip_index(x, row, 0, 4), *sum = x->sum + strip_index(x, row, 0, 16);
+    const float *scale_x = x->scale + strip_index(x, row, 0, BLOCK);
     size_t scale_at = first_panel * scales_panel;
     const int offset = type == I8 ? DOT_OFFSET : w->zero;
     Floats acc[TILE_ROWS][TILE_VECTORS];
@@ -1249,13 +1256,13 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, Type type, int block
     for (int group = 0; group < w->cols; group += w->group, scale_at += PANEL) {
         for (int k = group; k < group + w->group; k += block) {
             Ints dot[TILE_ROWS][TILE_VECTORS];
-            int32_t sum[TILE_ROWS];
+            int32_t sums[TILE_ROWS];
             EACH_ROW {
-                const int32_t *half = x->sum + ((size_t)(row + r) * x->stride + (size_t)k) / 16;
-                sum[r] = block == 32 ? half[0] + half[1] : half[0];
-                EACH_VECTOR dot[r][v] = ints_set(-offset * sum[r]);
+                sums[r] = block == 32 ? sum[r] + sum[strip + r] : sum[r];
+                EACH_VECTOR dot[r][v] = ints_set(-offset * sums[r]);
             }
-            UNROLL for (int i = 0; i < block; i += step_columns(type), step += PANEL) {
+            UNROLL for (int i = 0; i < block;
+                        i += step_columns(type), step += PANEL, q += step_columns(type) / 4 * strip) {
                 Ints low[TILE_VECTORS], high[TILE_VECTORS];
                 EACH_VECTOR {
                     Ints words = ints_load(step + vector_offset(v, panel));
@@ -1263,8 +1270,7 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, Type type, int block
                     if (type == I4) high[v] = ints_high_nibbles(words);
                 }
                 EACH_ROW {
-                    const int8_t *q = x->q + (size_t)(row + r) * x->stride + (size_t)(k + i);
-                    Ints first = ints_set(load_i32(q)), second = type == I4 ? ints_set(load_i32(q + 4)) : first;
+                    Ints first = ints_set(q[r]), second = type == I4 ? ints_set(q[strip + r]) : first;
                     EACH_VECTOR {
                         if (type == I8) dot[r][v] = ints_dot_int8(dot[r][v], low[v], first);
                         else {
@@ -1277,17 +1283,16 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, Type type, int block
             EACH_VECTOR {
                 Floats scale = tile_scales(w, w->scales, scale_at + vector_offset(v, scales_panel));
                 EACH_ROW {
-                    Floats scale_x = floats_set(x->scale[((size_t)(row + r) * x->stride + (size_t)k) / BLOCK]);
-                    acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), floats_mul(scale, scale_x), acc[r][v]);
+                    Floats both = floats_mul(scale, floats_set(scale_x[r]));
+                    acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), both, acc[r][v]);
                 }
             }
             if (w->mins) EACH_VECTOR {
                     Floats min = tile_scales(w, w->mins, scale_at + vector_offset(v, scales_panel));
-                    EACH_ROW {
-                        float scale_x = x->scale[((size_t)(row + r) * x->stride + (size_t)k) / BLOCK];
-                        acc[r][v] = floats_fma(min, floats_set(scale_x * (float)sum[r]), acc[r][v]);
-                    }
+                    EACH_ROW acc[r][v] = floats_fma(min, floats_set(scale_x[r] * (float)sums[r]), acc[r][v]);
                 }
+            sum += block / 16 * strip;
+            if ((k + block) % BLOCK == 0) scale_x += strip;
         }
     }
     EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
@@ -1340,12 +1345,18 @@ static void multiply_float(int n_panels, int n_rows, FloatPanels w, const float 
 // The same for at most TILE_PANELS panels of quantised weights.
 static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t first_panel, const Activations *x,
                                float *y, size_t y_stride) {
+    if (x->strip == 1) { // one row, one panel
+        if (w->type == I4) tile_quantized(1, 1, 1, I4, 32, w, first_panel, x, 0, y, y_stride);
+        else if (w->group % 32 == 0) tile_quantized(1, 1, 1, I8, 32, w, first_panel, x, 0, y, y_stride);
+        else tile_quantized(1, 1, 1, I8, 16, w, first_panel, x, 0, y, y_stride);
+        return;
+    }
     for (int r = 0; r < n_rows; r += TILE_ROWS) {
         int rows = min_int(TILE_ROWS, n_rows - r);
         float *out = y + (size_t)r * y_stride;
-#define CALL_INT4(panels, rows) tile_quantized(panels, rows, I4, 32, w, first_panel, x, r, out, y_stride)
-#define CALL_INT8(panels, rows) tile_quantized(panels, rows, I8, 32, w, first_panel, x, r, out, y_stride)
-#define CALL_INT8_16(panels, rows) tile_quantized(panels, rows, I8, 16, w, first_panel, x, r, out, y_stride)
+#define CALL_INT4(panels, rows) tile_quantized(panels, rows, STRIP, I4, 32, w, first_panel, x, r, out, y_stride)
+#define CALL_INT8(panels, rows) tile_quantized(panels, rows, STRIP, I8, 32, w, first_panel, x, r, out, y_stride)
+#define CALL_INT8_16(panels, rows) tile_quantized(panels, rows, STRIP, I8, 16, w, first_panel, x, r, out, y_stride)
         if (w->type == I4) {
             WITH_CONSTANTS(n_panels, rows, CALL_INT4)
         } else if (w->group % 32 == 0) {
@@ -1362,7 +1373,7 @@ static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t
 // pause; who reads y waits at a barrier first.
 static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, const Matrix *w) {
     int n_panels = (int)matrix_panels(w);
-    int most = n_rows == 1 && is_quantized(w->type) ? 1 : TILE_PANELS; // one row: one long run of memory, not two
+    int most = x->strip == 1 && is_quantized(w->type) ? 1 : TILE_PANELS; // one row: one long run of memory, not two
 #pragma omp for schedule(static) nowait
     for (int p = 0; p < n_panels; p += most) {
         int n = min_int(most, n_panels - p);
@@ -1645,9 +1656,10 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     size_t widest = pad((size_t)max_int(max_int(c->dim, c->hidden_dim), q_dim(c)), BLOCK);
     s->in = (Activations){.stride = widest, .f = alloc(n * widest, sizeof(float), "activations")};
     if (m->any_quantized) {
-        s->in.q = alloc(n * widest, 1, "activations");
-        s->in.scale = alloc(n * widest / BLOCK, sizeof(float), "activations");
-        s->in.sum = alloc(n * widest / 16, sizeof(int32_t), "activations");
+        size_t whole = pad(n, STRIP);
+        s->in.q = alloc(whole * widest, 1, "activations");
+        s->in.scale = alloc(whole * widest / BLOCK, sizeof(float), "activations");
+        s->in.sum = alloc(whole * widest / 16, sizeof(int32_t), "activations");
     }
     s->logits = alloc(product((size_t)max_logits, s->vocab_stride, "logits"), sizeof(float), "logits");
     s->wanted = alloc((size_t)max_logits, sizeof *s->wanted, "session");
@@ -1877,6 +1889,7 @@ static void classify(Session *s) {
 // Which rows want logits, and which neighbours are one span: same sequence, ascending positions.
 static void plan_rows(Session *s, const Row *rows, int n) {
     s->n_wanted = s->n_spans = 0;
+    s->in.strip = n == 1 ? 1 : STRIP;
     assert(n <= s->max_rows);
     for (int r = 0; r < n; r++) {
         assert(rows[r].token >= 0 && rows[r].token < s->model->config.vocab_size);
@@ -4811,9 +4824,13 @@ API void lib_matmul(uint32_t format, int rows, int cols, int group, const uint8_
     Matrix matrix = matrix_load(&m, rows, cols, (Source){format_by_id(format), w, scales, group, 0});
     for (int r = 0; back && r < rows; r++) matrix_row(back + (size_t)r * (size_t)cols, &matrix, r);
     size_t stride = pad((size_t)cols, BLOCK), y_stride = pad((size_t)rows, PANEL), count = (size_t)n;
-    Activations in = {stride, alloc(count * stride, sizeof(float), "x"), alloc(count * stride, 1, "x"),
-                      alloc(count * stride / BLOCK, sizeof(float), "x"),
-                      alloc(count * stride / 16, sizeof(int32_t), "x")};
+    size_t whole = pad(count, STRIP);
+    Activations in = {stride,
+                      n == 1 ? 1 : STRIP,
+                      alloc(count * stride, sizeof(float), "x"),
+                      alloc(whole * stride, 1, "x"),
+                      alloc(whole * stride / BLOCK, sizeof(float), "x"),
+                      alloc(whole * stride / 16, sizeof(int32_t), "x")};
     float *out = alloc(count * y_stride, sizeof *out, "y");
     for (int r = 0; r < n; r++) {
         memcpy(in.f + (size_t)r * stride, x + (size_t)r * (size_t)cols, (size_t)cols * sizeof *x);
