@@ -34,7 +34,7 @@
    LEGEND. The same names stand in the code, the tests and the documents:
 
        dim         width of the residual stream           n_heads     query heads
-       hidden_dim  width inside the feed-forward          n_kv_heads  key/value heads, each shared by a group of query heads
+       hidden_dim  width inside the feed-forward          n_kv_heads  key/value heads, each for a group of query heads
        head_dim    width of one head                      n_ctx       positions that the cache of a sequence can hold
        q_dim       n_heads * head_dim                     kv_dim      n_kv_heads * head_dim
        loops: r row, l layer, h head, p panel, k column of a weight matrix, t position in a sequence, i element
@@ -454,9 +454,10 @@ static int default_threads(void) {
 //
 //     w = scale * (q - zero) + minimum
 //
-// int8: q in -128..127, zero 0. int4: q in 0..15, zero 0 or 8. The products q_w * q_x of two groups are summed exactly, in
-// integers, and only the sum meets the scales. Scales and minima lie beside the panels, [panel][group][16], as f16 where
-// the file has f16, else as f32: nothing is lost. Activations are quantised on the fly in blocks of 32 (quantize_row).
+// int8: q in -128..127, zero 0. int4: q in 0..15, zero 0 or 8. The products q_w * q_x of two groups are summed
+// exactly, in integers, and only the sum meets the scales. Scales and minima lie beside the panels,
+// [panel][group][16], as f16 where the file has f16, else as f32: nothing is lost. Activations are quantised on the
+// fly in blocks of 32 (quantize_row).
 
 typedef enum { F32, F16, BF16, I8, I4 } Type;
 
@@ -674,9 +675,9 @@ static void unpack_row(const Format *f, const uint8_t *row, int cols, float *out
 
 // --- activations
 
-// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has quantised matrices. The kernels
-// meet 8 rows at a time, so the int8 lie in strips of 8 rows: what they need next to each other lies next to each other.
-// (A row that is alone is a strip of 1, and stays in the fastest cache.)
+// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has quantised matrices. The
+// kernels meet 8 rows at a time, so the int8 lie in strips of 8 rows: what they need next to each other lies next to
+// each other. (A row that is alone is a strip of 1, and stays in the fastest cache.)
 typedef struct {
     size_t stride; // elements from one row to the next, a multiple of BLOCK
     int strip;     // rows in a strip, STRIP or 1
@@ -982,8 +983,8 @@ static void model_free(Model *m) {
 //        x row 7   k ->  [ acc 7,0    ] [ acc 7,1    ]      each broadcast meets every panel
 //
 // For every output the order of additions is the order of k, whatever the tile's size: one fused multiply-add for each
-// column of float weights; for each block of quantised ones, whose columns are summed in integers, exactly. So the result
-// is the same for 1 row or 500, and on every instruction set.
+// column of float weights; for each block of quantised ones, whose columns are summed in integers, exactly. So the
+// result is the same for 1 row or 500, and on every instruction set.
 //
 // A Floats or Ints is a vector register of LANES outputs. What is done with them is written down first in plain C; an
 // instruction set replaces these primitives one by one, and nothing else. This is the only place of the file with code
@@ -1112,8 +1113,8 @@ typedef __m512i Ints;
 #define floats_from_bf16_high(v) _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)))
 #define ints_low_nibbles(v) _mm512_and_si512(v, _mm512_set1_epi8(15))
 #define ints_high_nibbles(v) _mm512_and_si512(_mm512_srli_epi32(v, 4), _mm512_set1_epi8(15))
-// vpdpbusd multiplies unsigned by signed bytes. XOR 0x80 turns an int8 w into w + 128, so that the dot product comes out
-// too large by 128 * sum(x): it starts at minus that.
+// vpdpbusd multiplies unsigned by signed bytes. XOR 0x80 turns an int8 w into w + 128, so that the dot product comes
+// out too large by 128 * sum(x): it starts at minus that.
 enum { DOT_OFFSET = 128 };
 #define ints_as_int8(v) _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80))
 #define ints_dot_int8(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
@@ -1210,8 +1211,8 @@ typedef struct {
     int cols;
 } FloatPanels;
 
-// One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels. These and the type are constants where it
-// is inlined, so that acc is registers. The strides are in floats.
+// One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels. These and the type are constants where
+// it is inlined, so that acc is registers. The strides are in floats.
 ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p, const float *x, size_t x_stride,
                               float *y, size_t y_stride) {
     Floats acc[TILE_ROWS][TILE_VECTORS];
@@ -1368,9 +1369,9 @@ static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t
 }
 
 // y[r] = W x[r], r < n_rows. y: [n_rows, y_stride], y_stride >= rows rounded up to whole panels. Every thread of a
-// parallel region calls it; they share the panels. Neighbouring panels go to one thread: long runs of memory are what the
-// memory system likes. A thread returns when its share is done, so that products of the same x can follow without a
-// pause; who reads y waits at a barrier first.
+// parallel region calls it; they share the panels. Neighbouring panels go to one thread: long runs of memory are what
+// the memory system likes. A thread returns when its share is done, so that products of the same x can follow without
+// a pause; who reads y waits at a barrier first.
 static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, const Matrix *w) {
     int n_panels = (int)matrix_panels(w);
     int most = x->strip == 1 && is_quantized(w->type) ? 1 : TILE_PANELS; // one row: one long run of memory, not two
@@ -1403,8 +1404,9 @@ static float sum_lanes(float lane[SUM_LANES]) {
     return lane[0];
 }
 
-// e^x, relative error below 1e-7. Our own, because libraries differ in the last bit and do not vectorise. Below -87 the
-// result is 0, above 88 it stays at e^88: within these 2^n is a normal float. With n = round(x / ln 2) and r = x - n ln 2, |r| <= ln 2 / 2:
+// e^x, relative error below 1e-7. Our own, because libraries differ in the last bit and do not vectorise. Below -87
+// the result is 0, above 88 it stays at e^88: within these 2^n is a normal float. With n = round(x / ln 2) and
+// r = x - n ln 2, |r| <= ln 2 / 2:
 // e^x = 2^n e^r, e^r = 1 + r + r^2/2! + ... + r^7/7!
 static inline float exp_f32(float x) {
     float clamped = x > 88.0f ? 88.0f : x;
@@ -1447,8 +1449,8 @@ static float exp_and_sum(float *x, int n, float max) {
     return sum_lanes(lane);
 }
 
-// YaRN leaves pairs that turn often within the original context as they are, slows those that turn less than once by the
-// whole factor, and blends between 32 turns and 1. Returns how much of the slowing pair i gets, 0 to 1.
+// YaRN leaves pairs that turn often within the original context as they are, slows those that turn less than once by
+// the whole factor, and blends between 32 turns and 1. Returns how much of the slowing pair i gets, 0 to 1.
 // Ref: Peng et al. 2023, eq. 17-18 and section 3.4 (beta 32, alpha 1).
 static double yarn_share(const Config *c, int i) {
     double pairs[2], turns[2] = {32, 1};
@@ -1459,8 +1461,8 @@ static double yarn_share(const Config *c, int i) {
 }
 
 // RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians (Su et al. 2021, eq. 15). A model stretched to a
-// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; or by a list of
-// divisors in the file, as Llama 3 does.
+// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; or by a
+// list of divisors in the file, as Llama 3 does.
 static void rope_prepare(Model *m) {
     const Config *c = &m->config;
     m->rope_freqs = alloc((size_t)c->head_dim / 2, sizeof *m->rope_freqs, "RoPE frequencies");
@@ -1474,8 +1476,8 @@ static void rope_prepare(Model *m) {
     }
 }
 
-// cos and sin of the angle of every pair at a position: turns[2i], turns[2i + 1]. In double: at position 100,000 a float
-// angle would be off by up to 1/200 of a radian.
+// cos and sin of the angle of every pair at a position: turns[2i], turns[2i + 1]. In double: at position 100,000 a
+// float angle would be off by up to 1/200 of a radian.
 static void rope_turns(float *turns, const Model *m, int pos) {
     for (int i = 0; i < m->config.head_dim / 2; i++) {
         turns[2 * i] = (float)cos(pos * m->rope_freqs[i]) * m->rope_magnitude;
@@ -1693,8 +1695,8 @@ static void session_free(Session *s) {
 }
 
 // Where the threads of a forward wait for each other: until all are here, what one of them has written is not for the
-// others to read. Hundreds of these make a token, so waiting means looking again at once; but if that takes long, another
-// program probably has the processor of the one that is late, and this thread offers its own.
+// others to read. Hundreds of these make a token, so waiting means looking again at once; but if that takes long,
+// another program probably has the processor of the one that is late, and this thread offers its own.
 static void meet(Session *s) {
     enum { PATIENCE = 4000 };
     int n = omp_get_num_threads(), meeting = atomic_load_explicit(&s->meetings, memory_order_relaxed);
@@ -1712,9 +1714,9 @@ static void meet(Session *s) {
 // §7 Forward
 //
 // The transformer: rows in, logits out. Decoding is a call with one row; reading a prompt, one with many rows of a
-// sequence; a batch, one row of each sequence. Only attention looks at where and whose a row is. Each function below is
-// called by all threads of one parallel region. They share its loops with `omp for` and meet before one reads what another
-// has written.
+// sequence; a batch, one row of each sequence. Only attention looks at where and whose a row is. Each function below
+// is called by all threads of one parallel region. They share its loops with `omp for` and meet before one reads what
+// another has written.
 
 // x = the embedding of each row's token; and what else depends only on the row.
 static void embed(Session *s, const Row *rows, int n) {
@@ -1793,9 +1795,9 @@ static void softmax_block(float *scores, int n, int from, int to, float *max, fl
 
 // Attention of the queries of one span that share a kv head:
 //     out = softmax(q . k^T / sqrt(head_dim)) . v     over the positions that the query's row may see
-// Ref: Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 for the sharing. Blocks of positions in which no query of the span
-// sees anything are skipped; a position that one query may not see gets weight 0 there, which changes nothing (as long as
-// its value is a finite number; else the model is broken, and its logits will say so).
+// Ref: Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 for the sharing. Blocks of positions in which no query of the
+// span sees anything are skipped; a position that one query may not see gets weight 0 there, which changes nothing (as
+// long as its value is a finite number; else the model is broken, and its logits will say so).
 static void attend(const Session *s, Scratch *t, int layer, int kv_head, const Row *rows, Span span) {
     const Config *c = &s->model->config;
     int hd = c->head_dim, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
@@ -2406,8 +2408,8 @@ static void gguf_load(Model *m, Gguf *g) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §9 Checkpoints
 //
-// llama2.c's own files, the flat checkpoint that continues them, and how to tell what a file is. A loader reads the header, checks that the file is exactly as long
-// as it implies, and hands each matrix to §3.
+// llama2.c's own files, the flat checkpoint that continues them, and how to tell what a file is. A loader reads the
+// header, checks that the file is exactly as long as it implies, and hands each matrix to §3.
 
 // --- llama2.c checkpoints, versions 0, 1 and 2
 //
@@ -2549,7 +2551,7 @@ static void llama2c_load(Model *m, const Mapping *file) {
 
 // --- version 3, the flat checkpoint: the panels lie in the file as §4 wants them (doc/formats.md has it byte by byte)
 //
-//   header of 256 bytes:  magic, version, file size, tensor count, flags, offsets of table and tokenizer, hyperparameters, name
+//   header of 256 bytes:  magic, version, file size, tensor count, flags, two offsets, hyperparameters, name
 //   table:                64 bytes for each tensor: kind, layer, type, shape, group, scale type, zero, three offsets
 //   then, each on a multiple of 64: panels, scales, minima; and the tokenizer
 
@@ -2754,13 +2756,13 @@ static Model *model_load(Checkpoint *checkpoint, int n_threads) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §10 Words
 //
-// Text as characters: UTF-8, the classes of Unicode, and the patterns by which byte-level vocabularies (§11) cut a text into
-// words before anything is merged.
+// Text as characters: UTF-8, the classes of Unicode, and the patterns by which byte-level vocabularies (§11) cut a
+// text into words before anything is merged.
 
 // --- characters
 
 // The classes of all Unicode characters, as runs: a letter for the class, and how many code points if more than one.
-//     U upper and title case   L lower case   O other letters   M marks   N numbers   P punctuation   S white space   - else
+//     U upper and title case   L lower case   O other letters   M marks   N numbers   P punctuation   S space   - else
 // Written by `export.py --unicode-classes` from Unicode 14.0.0.
 static const char unicode_runs[] =
     "-9S5-18SP3-P6-P4N10P2-3P2U26P3-P-L26P-P-7S-26SP-5P-2OP-6N2-LP2-NOPN3PU23-U7L24-L8ULULULULULULULULULULULULULULULUL"
@@ -2844,8 +2846,8 @@ static char unicode_class(uint32_t c) {
 
 // --- the pre-tokenizers
 //
-// Each is a regular expression, tried at every place of the text: what it matches is a word, and so is what lies between
-// two matches. Some vocabularies apply several, one after the other.
+// Each is a regular expression, tried at every place of the text: what it matches is a word, and so is what lies
+// between two matches. Some vocabularies apply several, one after the other.
 
 // Their patterns, each above the function that matches it.
 typedef enum { NO_STAGE, GPT2, ONE_NUMBER, NUMBERS, THREE_DIGITS, PUNCTUATION, LLAMA3, QWEN2, TEKKEN } Stage;
@@ -3003,8 +3005,8 @@ static int match_stage(Stage stage, const Chars *c, int i, int end) {
 //
 // Ref: Sennrich et al. 2016; Kudo & Richardson 2018; Radford et al. 2019.
 //
-// Rescanning the text for every merge takes time proportional to its square. Here the symbols form a linked list and the
-// pairs that can merge wait in a heap: n log n.
+// Rescanning the text for every merge takes time proportional to its square. Here the symbols form a linked list and
+// the pairs that can merge wait in a heap: n log n.
 
 typedef enum {
     NORMAL_PIECE = 1,
@@ -3322,8 +3324,8 @@ static int special_at(const Tokenizer *t, const char *text, size_t n, bool contr
     return -1;
 }
 
-// Append the ids of a text. Pieces that the vocabulary's makers added for users are found in it first; control pieces, such
-// as <s> or <|im_start|>, only where `special` says so: otherwise they are text like any other.
+// Append the ids of a text. Pieces that the vocabulary's makers added for users are found in it first; control pieces,
+// such as <s> or <|im_start|>, only where `special` says so: otherwise they are text like any other.
 static void tokenizer_encode(const Tokenizer *t, const char *text, size_t n, bool special, Ids *ids) {
     if (n > INT_MAX / 8) die("a text of %zu bytes is too long to tokenize, the most is %d", n, INT_MAX / 8);
     bool starts[256] = {false}; // bytes with which some special piece begins
@@ -3406,8 +3408,8 @@ static const struct {
     {"tekken", {TEKKEN}, true, true},
 };
 
-// Which of the two families, and for the byte-level one its pre-tokenizer. Returns whether such vocabularies begin a text
-// with BOS where nothing else says so.
+// Which of the two families, and for the byte-level one its pre-tokenizer. Returns whether such vocabularies begin a
+// text with BOS where nothing else says so.
 static bool tokenizer_set_model(Tokenizer *t, const char *path, bool byte_level, String pre) {
     snprintf(t->model, sizeof t->model, "%s", byte_level ? "gpt2" : "llama");
     if (!byte_level) return true;
@@ -3676,7 +3678,7 @@ static Tokenizer *tokenizer_load(const Checkpoint *file) {
 //     top-k        only the k most likely
 //     min-p        only those with at least min_p times the probability of the most likely
 //     top-p        only the most likely whose probabilities add up to more than p (the nucleus; Holtzman et al. 2020)
-//     penalty      logits of tokens already in the text are divided by it if positive, else multiplied (Keskar et al. 2019)
+//     penalty      logits of tokens already there are divided by it if positive, else multiplied (Keskar et al. 2019)
 //
 // Tokens of equal rank go by lower id.
 
@@ -3956,8 +3958,8 @@ static void engine_free(Engine *e) {
     model_free(e->model);
 }
 
-// Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0]. Returns how
-// many were run: fewer where Ctrl-C came.
+// Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0].
+// Returns how many were run: fewer where Ctrl-C came.
 static int prefill(Session *s, const int *ids, int n, int pos, int seq) {
     Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
     int done = 0;
@@ -4011,8 +4013,8 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// The most memory that this process had at a time. (On Linux from /proc: what getrusage says there may be the peak of the
-// process that started this one.)
+// The most memory that this process had at a time. (On Linux from /proc: what getrusage says there may be the peak of
+// the process that started this one.)
 static double peak_memory_mib(void) {
     FILE *status = fopen("/proc/self/status", "r");
     char line[256];
@@ -4226,10 +4228,11 @@ static int mode_info(const Options *o) {
 
 // --- perplexity: how surprised a model is by a text
 //
-// perplexity = exp(mean of -log p(token | what stands before it)). A text longer than the window is cut into windows that
-// overlap: each begins with BOS and holds window - 1 tokens of text, the next starts `stride` tokens later, and in each
-// only those tokens count that no earlier window has scored. So every token counts once, with some context before it.
-// A model without BOS has the token before the window in its place, and does not score the first of the text.
+// perplexity = exp(mean of -log p(token | what stands before it)). A text longer than the window is cut into windows
+// that overlap: each begins with BOS and holds window - 1 tokens of text, the next starts `stride` tokens later, and
+// in each only those tokens count that no earlier window has scored. So every token counts once, with some context
+// before it. A model without BOS has the token before the window in its place, and does not score the first of the
+// text.
 
 enum { PERPLEXITY_ROWS = 32 }; // logits of so many positions are held at a time
 
@@ -4311,11 +4314,11 @@ static int mode_perplexity(const Options *o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §16 Bench
 //
-// How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain read of
-// as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of that
-// instruction. Both limits are measured in the same run, round about with the rest, because machines are noisy: only a
-// share of a limit measured at the same time says anything. Each figure is the median of the rounds, and so is each share:
-// the median of its ratios, not the ratio of the medians.
+// How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain
+// read of as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of
+// that instruction. Both limits are measured in the same run, round about with the rest, because machines are noisy:
+// only a share of a limit measured at the same time says anything. Each figure is the median of the rounds, and so is
+// each share: the median of its ratios, not the ratio of the medians.
 
 enum { BENCH_ROUNDS = 5, BENCH_SEQS = 16, BENCH_FAR = 2000, BENCH_STEPS = 12 };
 
@@ -4355,8 +4358,8 @@ static double measure_read(const uint32_t *buffer, size_t bytes, int n_threads) 
     return sum == 1 ? 0 : (double)bytes / elapsed; // the sum must look used
 }
 
-// For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how many
-// operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
+// For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how
+// many operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
 static double kernel_peak(Type type, int n, float *sink) {
     enum { CHAINS = 16 };
     Floats floats[CHAINS], x = floats_set(*sink);
@@ -4500,8 +4503,8 @@ static int mode_bench(const Options *o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §17 Command line
 //
-// One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help read
-// the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
+// One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help
+// read the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
 
 typedef enum { FLAG, TEXT, LIST, REAL, INTEGER, SEED } Kind;
 
@@ -4816,8 +4819,9 @@ API void lib_unpack(uint32_t format, const uint8_t *row, int cols, float *out) {
     unpack_row(format_by_id(format), row, cols, out);
 }
 
-// y[n][rows] = x[n][cols] . w^T for a matrix as a file stores it, row by row: a format of GGUF by its id (F32 is 0), or,
-// with scales (float [rows][cols / group]), int8. Where `back` is not NULL it gets the matrix out of its panels again.
+// y[n][rows] = x[n][cols] . w^T for a matrix as a file stores it, row by row: a format of GGUF by its id (F32 is 0),
+// or, with scales (float [rows][cols / group]), int8. Where `back` is not NULL it gets the matrix out of its panels
+// again.
 API void lib_matmul(uint32_t format, int rows, int cols, int group, const uint8_t *w, const uint8_t *scales,
                     const float *x, int n, float *y, int n_threads, float *back) {
     Model m = {.n_threads = n_threads};
