@@ -1281,7 +1281,8 @@ class Gguf:
         try:
             self.reader = need("gguf").GGUFReader(path)
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-            raise BadData(f"{path}: expected a GGUF file, whole and little-endian: {error}") from error
+            size = self.file.size
+            raise BadData(f"{path}: expected a whole little-endian GGUF file, got {size:,} bytes of one: {error}") from error
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.arch = self.get("general.architecture", "none")
 
@@ -1600,7 +1601,7 @@ def write_flat(model, path, dtype):
         write_padded(file, b"")
         progress.done = file.tell()
         assert progress.done == size
-        progress.finish(path)
+    progress.finish(path)
     notes.say()
 
 
@@ -1705,7 +1706,7 @@ def write_llama2c(model, path, version):
             for layer in range(c.n_layers) if KINDS[number].in_layer else [-1]:
                 write_llama2c_tensor(file, plans[number, layer], progress)
         progress.done = file.tell()
-        progress.finish(path)
+    progress.finish(path)
     if model.tokenizer:
         note(f"{path} holds no tokenizer: llama2.c's tokenizer.bin is a file of its own")
 
@@ -1854,7 +1855,7 @@ def write_gguf(model, path, dtype):
             writer.write_tensor_data(c.divisors.astype("<f4"))
         writer.close()
         progress.done = partial.stat().st_size
-        progress.finish(path)
+    progress.finish(path)
     notes.say()
 
 
@@ -1957,7 +1958,7 @@ def write_hf(model, path, dtype):
         for name in TOKENIZER_FILES if model.hf_config else []:
             if (model.path / name).is_file():
                 copied.append(shutil.copyfile(model.path / name, partial / name))
-        progress.finish(path)
+    progress.finish(path)
     notes.say()
     if not any("tokenizer" in copy.name for copy in copied):
         note(f"{path}: tokenizer files are missing: copy tokenizer.json and tokenizer_config.json from the original")
@@ -2113,6 +2114,8 @@ def target_of(arguments):
 def export_model(arguments):
     need("numpy")
     target = target_of(arguments)
+    if target != "directory" and arguments.out.is_dir():
+        raise BadData(f"{arguments.out}: expected the name of a file, got a directory")
     if not arguments.out.absolute().parent.is_dir():
         raise BadData(f"{arguments.out}: expected its directory to exist")
     try:
@@ -2131,8 +2134,14 @@ def export_model(arguments):
         note(f"{arguments.out} has no tokenizer: none was found (--tokenizer FILE adds one)")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        print(f"export.py: {message} (-h for help)", file=sys.stderr)
+        sys.exit(2)
+
+
 def parse_arguments():
-    parser = argparse.ArgumentParser(description="Writes the files that run.c reads.", allow_abbrev=False)
+    parser = Parser(description="Writes the files that run.c reads.", allow_abbrev=False)
     parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="what to write: .bin, .gguf, or a directory")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--from", metavar="IN", type=Path, dest="source", help="the model to read")
@@ -2163,7 +2172,8 @@ def interrupted(number, frame):
 
 def main():
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, interrupted)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
     try:
         if arguments.unicode_classes:
             print("\n".join(unicode_classes()))
@@ -2174,8 +2184,10 @@ def main():
     except BadUsage as error:
         print(f"export.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except (BadData, OSError) as error:
+    except BadData as error:
         sys.exit(f"export.py: {error}")
+    except OSError as error:
+        sys.exit(f"export.py: {error.filename or arguments.out}: {error.strerror or error}")
     except KeyboardInterrupt:
         print("export.py: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -2555,7 +2555,7 @@ static void llama2c_load(Model *m, const Mapping *file) {
 //   table:                64 bytes for each tensor: kind, layer, type, shape, group, scale type, zero, three offsets
 //   then, each on a multiple of 64: panels, scales, minima; and the tokenizer
 
-enum { FLAT_ALIGNMENT = 64, FLAT_TIED = 1, FLAT_TOKENIZER = 2 };
+enum { FLAT_HEADER = 256, FLAT_ALIGNMENT = 64, FLAT_TIED = 1, FLAT_TOKENIZER = 2 };
 
 // The tensors by kind: where in Model or Layer they go, and their shape, a letter for each dimension.
 static const struct {
@@ -2606,7 +2606,7 @@ static void *flat_place(Model *m, int kind, int layer) {
 
 // n bytes of the file at an offset that the file itself names.
 static const void *flat_data(const Mapping *file, uint64_t offset, size_t n, const char *what) {
-    if (offset % FLAT_ALIGNMENT || offset > file->size || n > file->size - offset)
+    if (offset % FLAT_ALIGNMENT || offset < FLAT_HEADER || offset > file->size || n > file->size - offset)
         die("%s: tensor %s: expected %zu bytes at a multiple of %d within the file of %zu bytes, got offset %llu",
             file->path, what, n, FLAT_ALIGNMENT, file->size, (unsigned long long)offset);
     return file->data + offset;
@@ -2639,8 +2639,8 @@ static void flat_tensor(Model *m, const Mapping *file, Reader *r) {
     if (w.rows != rows || w.cols != cols)
         die("%s: tensor %s of layer %d: expected [%d, %d], got [%d, %d]", r->path, name, layer, rows, cols, w.rows,
             w.cols);
-    bool sound =
-        w.type <= I4 && w.cols % step_columns(w.type) == 0 && w.scale_type <= F16 && (w.zero == 0 || w.zero == 8);
+    bool sound = w.type <= I4 && w.cols % step_columns(w.type) == 0 && w.scale_type <= F16;
+    sound = sound && (w.zero == 0 || (w.type == I4 && w.zero == 8)) && (is_quantized(w.type) || w.group == 0);
     if (w.type == I8) sound = sound && w.group >= 16 && w.group % 16 == 0 && w.cols % w.group == 0;
     if (w.type == I4) sound = sound && w.group == 32 && w.cols % 32 == 0;
     if (!flat_tensors[kind].matrix) sound = w.type == F32;
@@ -2676,8 +2676,7 @@ static void flat_config(Config *c, Reader *r) {
 
 static void flat_load(Model *m, Mapping *file) {
     Reader reader = {file->path, file->data, file->size, 8}, *r = &reader;
-    uint64_t size = reader_u64(r, "file size");
-    if (size != r->size) die("%s: truncated: expected %llu bytes, got %zu", r->path, (unsigned long long)size, r->size);
+    reader_u64(r, "file size");
     uint32_t n = reader_u32(r, "number of tensors"), flags = reader_u32(r, "flags");
     uint64_t table = reader_u64(r, "offset of the table");
     reader_u64(r, "offset of the tokenizer");
@@ -2734,6 +2733,11 @@ static Checkpoint *checkpoint_open(const char *path) {
     refuse_other_formats(&c->file);
     if (c->file.size >= 4 && !memcmp(c->file.data, "GGUF", 4)) c->gguf = gguf_open(&c->file);
     c->flat = c->file.size >= 8 && !memcmp(c->file.data, "24ka\3\0\0\0", 8);
+    if (c->flat) {
+        Reader r = {path, c->file.data, c->file.size, 8};
+        uint64_t size = reader_u64(&r, "file size");
+        if (size != r.size) die("%s: truncated: expected %llu bytes, got %zu", path, (unsigned long long)size, r.size);
+    }
     return c;
 }
 
@@ -3617,7 +3621,8 @@ static void tokenizer_read_flat(Tokenizer *t, const Checkpoint *file) {
     merges.pos = r->pos;
     reader_take(r, (size_t)n_merges * 8, "merges");
     size_t start = r->pos;
-    t->text = memcpy(alloc(n_bytes, 1, "pieces"), reader_take(r, n_bytes, "pieces"), n_bytes);
+    const uint8_t *pieces = reader_take(r, n_bytes, "pieces");
+    t->text = memcpy(alloc(n_bytes, 1, "pieces"), pieces, n_bytes);
     r->size = r->pos; // the pieces must not reach beyond
     r->pos = start;
     t->pieces = alloc(n, sizeof *t->pieces, "vocabulary");
@@ -3626,6 +3631,7 @@ static void tokenizer_read_flat(Tokenizer *t, const Checkpoint *file) {
         PieceType type = (PieceType)*reader_take(&types, 1, "types");
         uint32_t len = reader_u32(&lengths, "lengths");
         if (isnan(score)) die("%s: piece %u: its score is not a number", r->path, i);
+        if (len > INT_MAX / 16) die("%s: piece %u has %u bytes", r->path, i, len);
         char *text = t->text + (reader_take(r, len, "a piece") - r->data - start);
         t->pieces[i] = (Piece){text, (int)len, score, type};
     }

@@ -4737,3 +4737,259 @@ def test_golden_text(golden, program):
     assert output(GOLDEN_FILES / "qwen2.bin", "-i", prompt, *flags, program=program) == text + b"\n"
     printed = output(GOLDEN_FILES / "qwen2.bin", "-m", "tokenize", "-i", prompt, program=program)
     assert list(map(int, printed.split())) == ids.tolist()
+
+
+# ---- hostile flat checkpoints, on the sanitizer build ----
+
+FLAT_HEADER = 256
+FLAT_FIELDS = dict(
+    zip(
+        ["magic", "version", "size", "tensors", "flags", "table", "tokenizer", "dim", "hidden_dim", "n_layers", "n_heads",
+         "n_kv_heads", "head_dim", "vocab_size", "context", "window", "scaling", "scaled_context", "eps", "base",
+         "factor"],
+        [(0, "I"), (4, "I"), (8, "Q"), (16, "I"), (20, "I"), (24, "Q"), (32, "Q"), *((at, "i") for at in range(40, 84, 4)),
+         (84, "f"), (88, "d"), (96, "d")],
+    )
+)  # fmt: skip
+FLAT_ENTRY = [("kind", 0, "I"), ("layer", 4, "i"), ("type", 8, "I"), ("rows", 12, "i"), ("cols", 16, "i"),
+              ("group", 20, "i"), ("scale_type", 24, "I"), ("zero", 28, "i"), ("panels", 32, "Q"), ("scales", 40, "Q"),
+              ("mins", 48, "Q")]  # fmt: skip
+FLAT_TOKENIZER = ["model", "flags", "bos", "unknown", "pieces", "merges", "stops", "bytes", "pre", "chat"]
+FLAT_F32, FLAT_F16, FLAT_BF16, FLAT_INT8, FLAT_INT4 = range(5)
+
+
+class FlatFile:
+    """A version 3 file whose fields can be changed one by one."""
+
+    def __init__(self, data):
+        self.data, self.fields = data, dict(FLAT_FIELDS)
+        self.n, self.table, self.tokenizer = (self[name] for name in ("tensors", "table", "tokenizer"))
+        for i in range(self.n):
+            kind, layer = struct.unpack_from("<Ii", data, self.table + 64 * i)
+            for name, at, code in FLAT_ENTRY:
+                self.fields[kind, layer, name] = (self.table + 64 * i + at, code)
+        if self.tokenizer:
+            for i, name in enumerate(FLAT_TOKENIZER):
+                self.fields["tokenizer", name] = (self.tokenizer + 4 * i, "i" if name in ("bos", "unknown") else "I")
+
+    def __getitem__(self, field):
+        at, code = self.fields[field]
+        return struct.unpack_from("<" + code, self.data, at)[0]
+
+    def arrays(self):
+        """Where the arrays of the tokenizer begin: stops, scores, types, lengths, merges, bytes, pre, chat, end."""
+        n, merges, stops = (self["tokenizer", name] for name in ("pieces", "merges", "stops"))
+        sizes = [4 * stops, 4 * n, n, 4 * n, 8 * merges, *(self["tokenizer", name] for name in ("bytes", "pre", "chat"))]
+        names = "stops scores types lengths merges bytes pre chat end".split()
+        return {name: self.tokenizer + 40 + sum(sizes[:i]) for i, name in enumerate(names)}
+
+    def with_fields(self, values):
+        data = bytearray(self.data)
+        for field, value in values.items():
+            at, code = self.fields[field]
+            struct.pack_into("<" + code, data, at, value)
+        return bytes(data)
+
+    def put(self, at, code, value):
+        return self.data[:at] + struct.pack("<" + code, value) + self.data[at + struct.calcsize("<" + code) :]
+
+
+def flat_quantised(file, type, group, mins):
+    """The file with every matrix whose columns allow it declared quantised: zeros at the end of the file are the panels,
+    the same ones for all; scales and minima lie there as well."""
+    end = -(-len(file.data) // 64) * 64
+    values = {}
+    for field in file.fields:
+        if len(field) == 3 and field[2] == "cols" and file[field] % 32 == 0 and file[(*field[:2], "rows")] > 1:
+            entry = dict(type=type, group=group, scale_type=1, zero=8 * (type == FLAT_INT4), panels=end, scales=end,
+                         mins=end if mins else 0)  # fmt: skip
+            values |= {(*field[:2], name): value for name, value in entry.items()}
+    room = 1 << 16
+    return FlatFile(file.with_fields(values | dict(size=end + room)).ljust(end + room, b"\0"))
+
+
+def flat_bases():
+    """A byte-level tokenizer and biases; no tokenizer and a window; YaRN; int8 and int4."""
+    files = {name: FlatFile((GOLDEN_FILES / f"{name}.bin").read_bytes()) for name in ("qwen2", "mistral", "yarn")}
+    files["int8"] = flat_quantised(files["qwen2"], FLAT_INT8, 16, mins=False)
+    files["int4"] = flat_quantised(files["qwen2"], FLAT_INT4, 32, mins=True)
+    return files
+
+
+FLATS = flat_bases()
+
+
+def run_flat(path):
+    """The prompt: of the base's own tokenizer, else of tokenizer.bin, whose size is refused after all else is read."""
+    return path, "-n", 3, "-i", "ab abc é", "-s", 1, "-j", 1
+
+
+def flat_survives(tmp_path, cases, codes=(0, 1)):
+    survives(None, tmp_path, [(what, data, codes) for what, data in cases], run_flat)
+
+
+def flat_refused(tmp_path, cases):
+    """cases: [(words of the message, file)]"""
+
+    def attempt(case):
+        number, (words, data) = case
+        path = tmp_path / f"{number}.bin"
+        path.write_bytes(data)
+        try:
+            refused(1, *run_flat(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
+        except AssertionError as failure:
+            return words, str(failure)[:500]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
+    assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+
+
+@pytest.mark.parametrize("base", ["qwen2", "int8", "int4"])
+def test_hostile_flat_bases_are_sound(tmp_path, base):
+    path = tmp_path / "base.bin"
+    path.write_bytes(FLATS[base].data)
+    for arguments in (run_flat(path), show_it(path), ("-m", "tokenize", path, "-i", "ab é")):
+        result = run(*arguments, program="build/debug", env=SANITIZERS)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+
+
+def test_truncated_flat(tmp_path):
+    """As downloads break off: the size in the header is that of the whole file."""
+    file = FLATS["qwen2"]
+    cuts = [*range(0, FLAT_HEADER, 5), 7, 8, 16, file.table, file.table + 63, file.tokenizer, len(file.data) - 1]
+    flat_survives(tmp_path, [(f"cut at {cut}", file.data[:cut]) for cut in cuts], {1})
+    flat_refused(tmp_path, [(["truncated", len(file.data), cut], file.data[:cut]) for cut in (256, len(file.data) - 1)])
+
+
+def test_flat_with_a_part_missing(tmp_path):
+    """The size in the header says what the file has, but not all that it names is there."""
+    file, cases = FLATS["qwen2"], []
+    ends = {at for name, at in file.arrays().items()}
+    cuts = {*range(200, FLAT_HEADER, 8), *range(file.tokenizer, file.tokenizer + 44), *ends, *(at - 1 for at in ends)}
+    cuts |= {file.table + 64 * i + at for i in range(file.n) for at in (0, 1, 32)} | {len(file.data) - 64}
+    for cut in sorted(cuts):
+        if cut < len(file.data):
+            data = bytearray(file.data[:cut])
+            struct.pack_into("<Q", data, 8, cut)
+            cases.append((f"ends at {cut}", bytes(data)))
+    flat_survives(tmp_path, cases, {0, 1})
+
+
+@pytest.mark.parametrize("base", FLATS)
+def test_extreme_flat_fields(tmp_path, base):
+    """Every number of the header, of the entries of a few kinds, and of the tokenizer."""
+    file, cases, seen = FLATS[base], [], set()
+    for field, (_, code) in file.fields.items():
+        kind = (field[0], field[2]) if len(field) == 3 and isinstance(field, tuple) else field
+        kinds = ("tokenizer", 0, 2, 5, 12) if base == "qwen2" else (5,)
+        if kind in seen or (isinstance(field, tuple) and field[0] not in kinds):
+            continue
+        seen.add(kind)
+        value = file[field]
+        if code in "fd":
+            new = [0.0, -1.0, 1e-40, 3e38, math.inf, -math.inf, math.nan]
+        else:
+            low, bits = (-(2**31), 31) if code == "i" else (0, 8 * struct.calcsize(code))
+            new = [0, 1, 8, -1, low, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 64, 2**64 - 1, value - 1, value + 1,
+                   len(file.data), len(file.data) - 64]  # fmt: skip
+            new = sorted({x for x in new if low <= x < 2**bits and x != value})
+        if base != "qwen2":
+            new = new[:: max(1, len(new) // 4)]
+        cases += [(f"{field}: {value} to {x}", file.with_fields({field: x})) for x in new]
+    flat_survives(tmp_path, cases, {0, 1, 2})  # 2: a prompt without any token
+
+
+def test_extreme_flat_tokenizer(tmp_path):
+    """Ids, types, lengths and scores within its arrays."""
+    file = FLATS["qwen2"]
+    at, n = file.arrays(), file["tokenizer", "pieces"]
+    cases = [("no bytes", file.with_fields({("tokenizer", "bytes"): 0})),
+             ("one piece", file.with_fields({("tokenizer", "pieces"): 1}))]  # fmt: skip
+    for name, code, size in [("stops", "i", 4), ("lengths", "I", 4), ("merges", "i", 4), ("types", "B", 1)]:
+        for place in (at[name], at[name] + size, at[name] + (2 if name == "merges" else n - 1 if name != "stops" else 0) * size):
+            for value in [0, 1, n - 1, n, 255, 2**31 - 1, -1, -(2**31), 2**32 - 1, 2**32 - n]:
+                if struct.calcsize(code) == 1 and not 0 <= value < 256 or code == "I" and value < 0:
+                    continue
+                if code == "i" and value >= 2**31:
+                    continue
+                cases.append((f"{name} at {place} = {value}", file.put(place, code, value)))
+    for value in (math.nan, math.inf, -math.inf, 3e38):
+        cases.append((f"score {value}", file.put(at["scores"] + 40, "f", value)))
+    cases.append(("not a pre-tokenizer", file.put(at["pre"], "5s", b"\xff\n\0%s")))
+    flat_survives(tmp_path, cases, {0, 1, 2})
+
+
+@pytest.mark.parametrize("base", ["qwen2", "int4"])
+def test_random_flat_bytes(tmp_path, base):
+    file, rng, cases = FLATS[base], random.Random(3), []
+    places = [range(8, 104), range(file.table, file.table + 64 * file.n), range(file.tokenizer, file.arrays()["end"]),
+              range(8, len(file.data))]  # fmt: skip
+    for i in range(140):
+        changed = bytearray(file.data)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.choice(places[i % 4])
+            changed[at] = rng.choice([0, 1, 3, 4, 8, 127, 128, 255, changed[at] ^ 1 << rng.randrange(8)])
+        cases.append((f"random {i}", bytes(changed)))
+    flat_survives(tmp_path, cases, {0, 1, 2})
+
+
+def test_flat_says_what_is_wrong(tmp_path):
+    file, size = FLATS["qwen2"], len(FLATS["qwen2"].data)
+    q = 5, 0
+
+    def changed(**values):
+        return file.with_fields(values)
+
+    def entry(field, value, of=q):
+        return file.with_fields({(*of, field): value})
+
+    cases = [
+        (["version 0, 1, 2 or 3", "got version 4"], changed(version=4)),
+        (["truncated", size, size + 64], changed(size=size + 64)),
+        (["table", "multiple of 64", 65], changed(table=65)),
+        (["table", size + 64], changed(table=size + 64)),
+        (["tokenizer", "multiple of 64"], changed(tokenizer=file.tokenizer + 1)),
+        (["tensors", 2**32 - 1], changed(tensors=2**32 - 1)),
+        (["k", "missing"], changed(tensors=next(i for i in range(file.n) if struct.unpack_from("<I", file.data, file.table + 64 * i)[0] == 6))),
+        (["missing"], changed(tensors=0)),
+        (["output is missing"] if file["flags"] & 1 else ["missing"], changed(flags=2, tensors=3)),
+        (["dim", "got -1"], changed(dim=-1)),
+        (["expected [", "got ["], changed(dim=file["dim"] * 2)),
+        (["n_kv_heads", "multiple"], changed(n_kv_heads=3)),
+        (["epsilon", "nan"], changed(eps=math.nan)),
+        (["RoPE"], changed(base=math.nan)),
+        (["RoPE", "factor"], changed(factor=0.0)),
+        (["RoPE", "scaling"], changed(scaling=3)),
+        (["kinds", 19], entry("kind", 19)),
+        (["q", "layer 2"], entry("layer", 2)),
+        (["q", "layer -1"], entry("layer", -1)),
+        (["q", "twice"], entry("layer", 1)),
+        (["q", "type 5"], entry("type", 5)),
+        (["q", "group 0"], entry("type", FLAT_INT8)),
+        (["q", f"expected [{file[5, 0, 'rows']}, ", "got [1, "], entry("rows", 1)),
+        (["q", f"offset {file[5, 0, 'panels'] + 1}"], entry("panels", file[5, 0, "panels"] + 1)),
+        (["q", f"{size} bytes", f"offset {size}"], entry("panels", size)),
+        (["final norm"], entry("type", FLAT_F16, of=(2, -1))),
+        (["stop ids"], file.with_fields({("tokenizer", "stops"): 17})),
+        (["BOS 300"], file.with_fields({("tokenizer", "bos"): 300})),
+        (["pieces"], file.with_fields({("tokenizer", "pieces"): 0})),
+        (["a piece"], file.with_fields({("tokenizer", "bytes"): 5})),
+        (["score", "piece 3"], file.put(file.arrays()["scores"] + 12, "f", math.nan)),
+        (["no pre-tokenizer"], file.put(file.arrays()["pre"], "5s", b"qwenX")),
+    ]  # fmt: skip
+    flat_refused(tmp_path, cases)
+    one = FLATS["int8"]
+    flat_refused(tmp_path, [
+        (["q", "group 24"], one.with_fields({(*q, "group"): 24})),
+        (["q", "scale type 2"], one.with_fields({(*q, "scale_type"): 2})),
+        (["q", "zero 1"], one.with_fields({(*q, "zero"): 1})),
+        (["q", "offset"], one.with_fields({(*q, "scales"): len(one.data)})),
+        (["q", "offset"], one.with_fields({(*q, "mins"): len(one.data) - 64})),
+    ])  # fmt: skip
+
+
+def test_flat_numbers_that_are_not(tmp_path):
+    """NaN among the weights: a message, not a token."""
+    file = FLATS["qwen2"]
+    flat_survives(tmp_path, [("NaN", file.put(file[2, -1, "panels"], "f", math.nan))], {1})
