@@ -886,7 +886,7 @@ static Matrix matrix_load(Model *m, int rows, int cols, Source s) {
     w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
     if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
     if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
-#pragma omp parallel for schedule(static) num_threads(m->n_threads)
+#pragma omp parallel for schedule(static) num_threads(m->n_threads) if (n > 64) // else done before a thread wakes up
     for (size_t p = 0; p < n; p++) {
         for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++) {
             size_t from = (size_t)source_row(&s, (int)p * PANEL + r);
