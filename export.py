@@ -1351,7 +1351,7 @@ ADDS_BOS = ("llama-bpe", "tekken")  # where the file does not say
 
 
 def gguf_tokenizer(g):
-    """With the defaults of run.c §12."""
+    """With the defaults of run.c §13."""
     model = g.get("tokenizer.ggml.model", None)
     if model is None:
         return None

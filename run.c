@@ -11,24 +11,25 @@
    MAP. The sections stand bottom-up: each calls only those above it.
 
        §1  basics         errors, memory, files, the Reader through which every byte of a file passes
-       §2  number formats how weights lie in files and in memory; how activations become int8
-       §3  model          Config, Matrix, Layer, Model; rows of a file become panels
+       §2  number formats how weights lie in memory; how activations become int8
+       §3  model          Config, Matrix, Layer, Model
        §4  kernels        the matrix product: one shape of loop for every type and every instruction set
        §5  layers         rmsnorm, softmax, rope, swiglu: the small functions of the papers
        §6  session        what changes while running: key/value cache, activations, threads
        §7  forward        rows in, logits out: the transformer
-       §8  GGUF           reading the files of the llama.cpp world
-       §9  checkpoints    llama2.c's files; which format a file has
-       §10 words          characters, and the patterns that cut a text before BPE
-       §11 tokenizer      text to token ids and back
-       §12 vocabularies   the tokenizers of both kinds of file
-       §13 sampler        logits to the next token
-       §14 chat           (to come) templates: roles to ids
-       §15 modes          generate, tokenize, info, perplexity
-       §16 bench          speed, beside the limits of the machine
-       §17 command line   one table of options drives parsing and help
+       §8  packing        the number formats of files; their rows become panels
+       §9  GGUF           reading the files of the llama.cpp world
+       §10 checkpoints    llama2.c's files, flat ones; which format a file has
+       §11 words          characters, and the patterns that cut a text before BPE
+       §12 tokenizer      text to token ids and back
+       §13 vocabularies   the tokenizers of both kinds of file
+       §14 sampler        logits to the next token
+       §15 chat           (to come) templates: roles to ids
+       §16 modes          generate, tokenize, info, perplexity
+       §17 bench          speed, beside the limits of the machine
+       §18 command line   one table of options drives parsing and help
 
-   In a hurry? Read §3 (what a model is), §7 (what it computes) and §15 (the loop around it). §2 to §7 are the engine;
+   In a hurry? Read §3 (what a model is), §7 (what it computes) and §16 (the loop around it). §2 to §7 are the engine;
    what follows reads files and talks to people.
 
    LEGEND. The same names stand in the code, the tests and the documents:
@@ -457,7 +458,7 @@ static int default_threads(void) {
 // int8: q in -128..127, zero 0. int4: q in 0..15, zero 0 or 8. The products q_w * q_x of two groups are summed
 // exactly, in integers, and only the sum meets the scales. Scales and minima lie beside the panels,
 // [panel][group][16], as f16 where the file has f16, else as f32: nothing is lost. Activations are quantised on the
-// fly in blocks of 32 (quantize_row).
+// fly in blocks of 32 (quantize_block).
 
 typedef enum { F32, F16, BF16, I8, I4 } Type;
 
@@ -469,7 +470,7 @@ static const char *type_name(Type type) {
 enum {
     PANEL = 16, // rows in a panel
     BLOCK = 32, // columns that share a scale in a row of quantised activations
-    STRIP = 8,  // rows of quantised activations that lie together
+    STRIP = 6,  // rows of quantised activations that lie together
 };
 
 static float float_from_bits(uint32_t bits) {
@@ -509,183 +510,36 @@ static float float_from_bf16(uint16_t half) {
     return float_from_bits((uint32_t)half << 16);
 }
 
-static uint16_t load_u16(const uint8_t *p) {
-    return (uint16_t)(p[0] | p[1] << 8);
+// Rounds to the nearest bfloat16, ties to even.
+static uint16_t bf16_from_float(float f) {
+    uint32_t bits = bits_of_float(f);
+    return (uint16_t)(f != f ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16); // NaN remains NaN
 }
 
-static float load_f16(const uint8_t *p) {
-    return float_from_f16(load_u16(p));
-}
-
-// --- the formats of weights in files
-//
-// Each row below is a type that a GGUF file may store (its number there is the id), and the panel that holds it without
-// loss. Plain types are copied. Quantised types come in blocks, drawn above their unpack functions.
-
-typedef struct {
-    const char *name;
-    uint32_t id;     // in a GGUF file
-    int columns;     // weights in a block
-    int bytes;       // of a block
-    Type type;       // of the panel
-    int group;       // columns that share a scale: 16 or 32
-    Type scale_type; // F16 or F32
-    bool has_min;
-    int zero;
-} Format;
-
-enum {
-    PLAIN_F32 = 0,
-    PLAIN_F16 = 1,
-    Q4_0 = 2,
-    Q4_1 = 3,
-    Q5_0 = 6,
-    Q5_1 = 7,
-    Q8_0 = 8,
-    Q4_K = 12,
-    Q5_K,
-    Q6_K,
-    PLAIN_BF16 = 30
-};
-
-static const Format formats[] = {
-    {"F32", PLAIN_F32, 1, 4, F32, 0, F32, false, 0},    {"F16", PLAIN_F16, 1, 2, F16, 0, F32, false, 0},
-    {"BF16", PLAIN_BF16, 1, 2, BF16, 0, F32, false, 0}, {"Q8_0", Q8_0, 32, 34, I8, 32, F16, false, 0},
-    {"Q4_0", Q4_0, 32, 18, I4, 32, F16, false, 8},      {"Q4_1", Q4_1, 32, 20, I4, 32, F16, true, 0},
-    {"Q5_0", Q5_0, 32, 22, I8, 32, F16, false, 0},      {"Q5_1", Q5_1, 32, 24, I8, 32, F16, true, 0},
-    {"Q4_K", Q4_K, 256, 144, I4, 32, F32, true, 0},     {"Q5_K", Q5_K, 256, 176, I8, 32, F32, true, 0},
-    {"Q6_K", Q6_K, 256, 210, I8, 16, F32, false, 0}};
-
-static const Format *format_by_id(uint32_t id) {
-    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
-        if (formats[i].id == id) return &formats[i];
-    return NULL;
-}
-
-// 32 neighbouring weights of a row: integers, and a scale and minimum for each half.
-typedef struct {
-    int8_t q[32];
-    float scale[2], min[2];
-} Unpacked;
-
-// The same scale and minimum for all 32.
-static void unpack_scale(Unpacked *u, float scale, float min) {
-    u->scale[0] = u->scale[1] = scale;
-    u->min[0] = u->min[1] = min;
-}
-
-// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
-static void unpack_q8_0(const uint8_t *b, Unpacked *u) {
-    unpack_scale(u, load_f16(b), 0);
-    memcpy(u->q, b + 2, 32);
-}
-
-// The 16 bytes n hold 32 numbers of 4 bits: byte j has number j below and number j + 16 above.
-static void unpack_nibbles(const uint8_t *n, Unpacked *u) {
-    for (int j = 0; j < 16; j++) {
-        u->q[j] = n[j] & 15;
-        u->q[j + 16] = n[j] >> 4;
-    }
-}
-
-// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8)
-// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
-static void unpack_q4(const uint8_t *b, bool has_min, Unpacked *u) {
-    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
-    unpack_nibbles(b + (has_min ? 4 : 2), u);
-}
-
-// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
-// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
-static void unpack_q5(const uint8_t *b, bool has_min, Unpacked *u) {
-    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
-    const uint8_t *high = b + (has_min ? 4 : 2);
-    unpack_nibbles(high + 4, u);
-    for (int j = 0; j < 32; j++) u->q[j] = (int8_t)(u->q[j] + (high[j / 8] >> j % 8 & 1) * 16 - (has_min ? 0 : 16));
-}
-
-// The 12 bytes s of Q4_K and Q5_K hold 8 scales and 8 minima of 6 bits: those of parts 0..3 in the low 6 bits of bytes
-// 0..3 (scales) and 4..7 (minima); of parts 4..7 the low 4 bits in bytes 8..11 and the high 2 on top of bytes 0..7.
-static void unpack_k_scales(const uint8_t *s, int part, float d, float dmin, Unpacked *u) {
-    int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
-    int min = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
-    unpack_scale(u, d * (float)scale, -(dmin * (float)min));
-}
-
-// Q4_K, 144 bytes for 8 parts of 32:  [ d f16 | dmin f16 | s 12 bytes | 128 bytes n ]     w = d scale q - dmin min
-// Each 32 bytes of n hold two parts, the even one in the low 4 bits.
-static void unpack_q4_k(const uint8_t *b, int part, Unpacked *u) {
-    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
-    for (int j = 0; j < 32; j++) u->q[j] = b[16 + part / 2 * 32 + j] >> part % 2 * 4 & 15;
-}
-
-// Q5_K, 176 bytes:  [ d f16 | dmin f16 | s 12 bytes | 32 bytes high | 128 bytes n ]
-// As Q4_K, with a fifth bit: bit `part` of high[j].
-static void unpack_q5_k(const uint8_t *b, int part, Unpacked *u) {
-    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
-    for (int j = 0; j < 32; j++)
-        u->q[j] = (int8_t)((b[48 + part / 2 * 32 + j] >> part % 2 * 4 & 15) | (b[16 + j] >> part & 1) << 4);
-}
-
-// Q6_K, 210 bytes:  [ 128 bytes low | 64 bytes high | 16 x int8 scale | d f16 ]     w = d scale (q - 32), groups of 16
-// Of each half of 4 parts: parts 0, 1 have their low 4 bits in the low nibbles of 64 bytes, parts 2, 3 in the high
-// nibbles; the 2 bits above are bits 2p and 2p + 1 of 32 bytes, p the part in its half.
-static void unpack_q6_k(const uint8_t *b, int part, Unpacked *u) {
-    const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
-    float d = load_f16(b + 208);
-    unpack_scale(u, 0, 0);
-    for (int half = 0; half < 2; half++) u->scale[half] = d * (float)(int8_t)b[192 + 2 * part + half];
-    for (int j = 0; j < 32; j++) {
-        int q = (low[j] >> part % 4 / 2 * 4 & 15) | (high[j] >> part % 4 * 2 & 3) << 4;
-        u->q[j] = (int8_t)(q - 32);
-    }
-}
-
-// Weights 32 * i to 32 * i + 31 of a row of a quantised format.
-static void unpack(const Format *f, const uint8_t *row, int i, Unpacked *u) {
-    int parts = f->columns / 32, part = i % parts;
-    const uint8_t *block = row + (size_t)(i / parts) * (size_t)f->bytes;
-    switch (f->id) {
-    case Q4_0:
-    case Q4_1: unpack_q4(block, f->has_min, u); break;
-    case Q5_0:
-    case Q5_1: unpack_q5(block, f->has_min, u); break;
-    case Q8_0: unpack_q8_0(block, u); break;
-    case Q4_K: unpack_q4_k(block, part, u); break;
-    case Q5_K: unpack_q5_k(block, part, u); break;
-    case Q6_K: unpack_q6_k(block, part, u); break;
-    default: assert(!"a format of blocks");
-    }
-}
-
-// A row of any format as floats: w = scale * (q - zero) + minimum. cols is a multiple of the format's columns.
-static void unpack_row(const Format *f, const uint8_t *row, int cols, float *out) {
-    if (f->type == F32) memcpy(out, row, (size_t)cols * 4);
-    else if (f->type == F16)
-        for (int k = 0; k < cols; k++) out[k] = load_f16(row + 2 * k);
-    else if (f->type == BF16)
-        for (int k = 0; k < cols; k++) out[k] = float_from_bf16(load_u16(row + 2 * k));
-    else
-        for (int i = 0; i < cols / 32; i++) {
-            Unpacked u;
-            unpack(f, row, i, &u);
-            for (int j = 0; j < 32; j++) out[32 * i + j] = u.scale[j / 16] * (float)(u.q[j] - f->zero) + u.min[j / 16];
-        }
+static inline uint32_t load_u32(const void *p) {
+    uint32_t word;
+    memcpy(&word, p, sizeof word);
+    return word;
 }
 
 // --- activations
 
-// Rows of activations, ready to be multiplied: as floats, and as int8 where the model has quantised matrices. The
-// kernels meet 8 rows at a time, so the int8 lie in strips of 8 rows: what they need next to each other lies next to
-// each other. (A row that is alone is a strip of 1, and stays in the fastest cache.)
+// Rows of activations, ready to be multiplied: as floats; rounded to bf16 where the model has such matrices; and as
+// int8 where it has quantised ones. The kernels meet 6 rows at a time, so the int8 lie in strips of 6 rows: what they
+// need next to each other lies next to each other. (A row that is alone is a strip of 1, and stays in the fastest cache.)
 typedef struct {
-    size_t stride; // elements from one row to the next, a multiple of BLOCK
-    int strip;     // rows in a strip, STRIP or 1
-    float *f;      // [n_rows, stride]
-    int32_t *q;    // [strips][stride / 4][strip] words of 4 int8          f is about scale * q
-    float *scale;  // [strips][stride / BLOCK][strip]
-    int32_t *sum;  // [strips][stride / 16][strip]   sums of q over 16 columns (§4 says what for)
+    size_t stride;   // elements from one row to the next, a multiple of BLOCK
+    int strip;       // rows in a strip, STRIP or 1
+    float *f;        // [n_rows, stride]
+    uint32_t *pairs; // [n_rows, stride / 2]   words of 2 bf16, the lower column in the lower half
+    int32_t *q;      // [strips][stride / 4][strip] words of 4 int8          f is about scale * q
+    float *scale;    // [strips][stride / BLOCK][strip]
+    float *sum;      // [strips][stride / BLOCK][strip]              scale * (sum of q)
+    int32_t *start;  // [strips][stride / BLOCK][N_STARTS][strip]    sums of q times an offset of the weights (§4)
 } Activations;
+
+// Over the first or last 16 columns of a block, or all 32, times -128 for int8; over all 32, times -8 for int4.
+enum { START_FIRST, START_LAST, START_ALL, START_INT4, N_STARTS };
 
 // Where row `row` has its entry for column k in an array with an entry for each `columns` columns.
 static inline size_t strip_index(const Activations *x, int row, size_t k, size_t columns) {
@@ -693,35 +547,47 @@ static inline size_t strip_index(const Activations *x, int row, size_t k, size_t
     return ((size_t)row / strip * (x->stride / columns) + k / columns) * strip + (size_t)row % strip;
 }
 
-// Quantise one row: in each block of 32, scale = max|f| / 127 and q = round(f / scale), ties to even. An all-zero block
-// has scale 0 and zeros, not 0/0. A block with a NaN or an infinity gets the scale NaN, so that the error reaches the
-// logits and is reported there.
-static void quantize_row(const Activations *x, int row, int cols) {
-    if (!x->q) return; // nothing in this model asks for it
-    float *f = x->f + (size_t)row * x->stride;
-    for (size_t i = (size_t)cols; i < pad((size_t)cols, BLOCK); i++) f[i] = 0; // the last block may be short
-    for (size_t k = 0; k < (size_t)cols; k += BLOCK, f += BLOCK) {
-        uint32_t bits = 0; // without their sign, floats compare like the integers with the same bits, NaN highest
-        for (int i = 0; i < BLOCK; i++) {
-            uint32_t magnitude = bits_of_float(f[i]) & 0x7fffffff;
-            bits = magnitude > bits ? magnitude : bits;
-        }
-        float largest = float_from_bits(bits), inverse = 127.0f / largest;
-        bool usable = isfinite(largest) && isfinite(inverse); // else zero, too small to divide by, or not a number
-        int32_t q[BLOCK] = {0}, sums[2] = {0};
-        // Adding and subtracting 1.5 * 2^23 leaves no room for a fraction: the addition rounds, to even.
-        for (int i = 0; i < BLOCK && usable; i++) q[i] = (int32_t)((f[i] * inverse + 12582912.0f) - 12582912.0f);
-        for (int i = 0; i < 16; i++) sums[0] += q[i];
-        for (int i = 16; i < BLOCK; i++) sums[1] += q[i];
-        int32_t *words = x->q + strip_index(x, row, k, 4), *sum = x->sum + strip_index(x, row, k, 16);
-        for (int i = 0; i < BLOCK / 4; i++) {
-            int8_t four[4] = {(int8_t)q[4 * i], (int8_t)q[4 * i + 1], (int8_t)q[4 * i + 2], (int8_t)q[4 * i + 3]};
-            memcpy(words + i * x->strip, four, sizeof four);
-        }
-        sum[0] = sums[0];
-        sum[x->strip] = sums[1];
-        x->scale[strip_index(x, row, k, BLOCK)] = usable ? largest / 127.0f : isfinite(largest) ? 0 : NAN;
+// Quantise 32 floats: scale = max|f| / 127 and q = round(f / scale), ties to even. An all-zero block has scale 0 and
+// zeros, not 0/0. A block with a NaN or an infinity gets the scale NaN, so that the error reaches the logits and is
+// reported there. What is written lies `strip` entries apart.
+static void quantize_block(const float *f, size_t strip, int32_t *words, int32_t *start, float *scale, float *sum) {
+    uint32_t bits = 0; // without their sign, floats compare like the integers with the same bits, NaN highest
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t magnitude = bits_of_float(f[i]) & 0x7fffffff;
+        bits = magnitude > bits ? magnitude : bits;
     }
+    float largest = float_from_bits(bits), inverse = 127.0f / largest;
+    bool usable = isfinite(largest) && isfinite(inverse); // else zero, too small to divide by, or not a number
+    int32_t q[BLOCK] = {0}, first = 0, last = 0;
+    // Adding and subtracting 1.5 * 2^23 leaves no room for a fraction: the addition rounds, to even.
+    if (usable)
+        for (int i = 0; i < BLOCK; i++) q[i] = (int32_t)((f[i] * inverse + 12582912.0f) - 12582912.0f);
+    for (int i = 0; i < 16; i++) first += q[i];
+    for (int i = 16; i < BLOCK; i++) last += q[i];
+    int8_t bytes[BLOCK];
+    for (int i = 0; i < BLOCK; i++) bytes[i] = (int8_t)q[i];
+    for (size_t i = 0; i < BLOCK / 4; i++) memcpy(words + i * strip, bytes + 4 * i, 4);
+    const int32_t starts[N_STARTS] = {-128 * first, -128 * last, -128 * (first + last), -8 * (first + last)};
+    for (size_t i = 0; i < N_STARTS; i++) start[i * strip] = starts[i];
+    *scale = usable ? largest / 127.0f : isfinite(largest) ? 0 : NAN;
+    *sum = *scale * (float)(first + last);
+}
+
+// Make a row of floats ready: fill up its last block, and convert it to what this model's matrices are multiplied with.
+static void prepare_row(const Activations *x, int row, int cols) {
+    float *f = x->f + (size_t)row * x->stride;
+    size_t end = pad((size_t)cols, BLOCK), strip = (size_t)x->strip;
+    for (size_t i = (size_t)cols; i < end; i++) f[i] = 0;
+    if (x->pairs) {
+        uint32_t *pairs = x->pairs + (size_t)row * x->stride / 2;
+        for (size_t i = 0; i < end / 2; i++)
+            pairs[i] = bf16_from_float(f[2 * i]) | (uint32_t)bf16_from_float(f[2 * i + 1]) << 16;
+    }
+    if (!x->q) return;
+    int32_t *words = x->q + strip_index(x, row, 0, 4), *start = x->start + strip_index(x, row, 0, BLOCK / N_STARTS);
+    size_t at = strip_index(x, row, 0, BLOCK);
+    for (size_t k = 0; k < end; k += BLOCK, words += BLOCK / 4 * strip, start += N_STARTS * strip, at += strip)
+        quantize_block(f + k, strip, words, start, x->scale + at, x->sum + at);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -779,6 +645,7 @@ typedef struct {
     float rope_magnitude;       // YaRN lengthens queries and keys a little
     bool tied;                  // output is embed
     bool any_quantized;         // some matrix wants quantised activations
+    bool any_bf16;              // some matrix wants them as bf16
     bool counts_prompt;         // llama2.c: -n counts the prompt's tokens too
     int n_threads;              // for loading
     Mapping file;               // flat checkpoints: what all pointers above point into; else empty
@@ -823,81 +690,6 @@ static size_t scale_bytes(const Matrix *w) {
 
 static size_t matrix_bytes(const Matrix *w) {
     return matrix_panels(w) * (panel_words(w) * 4 + panel_scales(w) * scale_bytes(w) * (w->mins ? 2 : 1));
-}
-
-// Where a loader finds a matrix: rows of a GGUF format; or llama2.c's int8 with float scales in an array of their own.
-typedef struct {
-    const Format *format;
-    const uint8_t *weights, *scales;
-    int group;       // llama2.c int8
-    int turn_halves; // head_dim, where each head's rows i and i + head_dim / 2 become neighbours; else 0
-} Source;
-
-// The row of the file that becomes row r.
-static int source_row(const Source *s, int r) {
-    if (!s->turn_halves) return r;
-    int head = r / s->turn_halves, i = r % s->turn_halves;
-    return head * s->turn_halves + i / 2 + i % 2 * (s->turn_halves / 2);
-}
-
-// Steps as the file has them -> row r of a panel.
-static void pack_steps(uint32_t *panel, const uint8_t *row, int r, size_t n_steps) {
-    for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, row + i * 4, 4);
-}
-
-static void store_scale(const Matrix *w, const void *array, size_t at, float value) {
-    if (w->scale_type == F16) ((uint16_t *)array)[at] = f16_from_float(value); // it came from a half: exact
-    else ((float *)array)[at] = value;
-}
-
-// A row of blocks -> row r of a panel p.
-static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
-    uint32_t *word = (uint32_t *)w->panels + p * panel_words(w) + r;
-    for (int i = 0; i < w->cols / 32; i++) {
-        Unpacked u;
-        unpack(f, row, i, &u);
-        for (int k = 0; k < 32; k += step_columns(w->type), word += PANEL) {
-            uint8_t bytes[4];
-            for (int j = 0; j < 4; j++)
-                bytes[j] = (uint8_t)(w->type == I8 ? u.q[k + j] : (uint8_t)u.q[k + j] | (uint8_t)u.q[k + j + 4] << 4);
-            memcpy(word, bytes, 4);
-        }
-        for (int g = 0; g < 32 / w->group; g++) {
-            size_t at = p * panel_scales(w) + (size_t)(i * (32 / w->group) + g) * PANEL + (size_t)r;
-            store_scale(w, w->scales, at, u.scale[g]);
-            if (w->mins) store_scale(w, w->mins, at, u.min[g]);
-        }
-    }
-}
-
-// llama2.c's scales of one row -> row r of panel p. scales: float [groups], at any alignment.
-static void pack_scales(const Matrix *w, const uint8_t *scales, size_t p, int r) {
-    for (int g = 0; g < w->cols / w->group; g++)
-        memcpy((float *)w->scales + p * panel_scales(w) + (size_t)g * PANEL + (size_t)r, scales + (size_t)g * 4, 4);
-}
-
-// Row-major weights in the file -> panels, on all threads.
-static Matrix matrix_load(Model *m, int rows, int cols, Source s) {
-    const Format *f = s.format;
-    bool int8 = s.scales != NULL, blocks = f->columns > 1;
-    Matrix w = {
-        int8 ? I8 : f->type, rows, cols, int8 ? s.group : f->group, int8 ? F32 : f->scale_type, f->zero, 0, 0, 0};
-    size_t n = matrix_panels(&w), row_bytes = int8 ? (size_t)cols : (size_t)(cols / f->columns) * (size_t)f->bytes;
-    w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
-    if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
-    if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
-#pragma omp parallel for schedule(static) num_threads(m->n_threads) if (n > 64) // else done before a thread wakes up
-    for (size_t p = 0; p < n; p++) {
-        for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++) {
-            size_t from = (size_t)source_row(&s, (int)p * PANEL + r);
-            const uint8_t *row = s.weights + from * row_bytes;
-            if (blocks) pack_blocks(&w, f, row, p, r);
-            else pack_steps((uint32_t *)w.panels + p * panel_words(&w), row, r, row_bytes / 4);
-            if (int8) pack_scales(&w, s.scales + from * (size_t)(cols / s.group) * 4, p, r);
-        }
-    }
-    if (is_quantized(w.type)) m->any_quantized = true;
-    return w;
 }
 
 static void matrix_free(Matrix *w) {
@@ -980,7 +772,7 @@ static void model_free(Model *m) {
 //        x row 0   k ->  [ acc 0,0    ] [ acc 0,1    ]      acc[r][p] += panel p, step k * x[r][k]
 //        x row 1   k ->  [ acc 1,0    ] [ acc 1,1    ]
 //        ...                                                each weight that is loaded meets every row,
-//        x row 7   k ->  [ acc 7,0    ] [ acc 7,1    ]      each broadcast meets every panel
+//        x row 5   k ->  [ acc 5,0    ] [ acc 5,1    ]      each broadcast meets every panel
 //
 // For every output the order of additions is the order of k, whatever the tile's size: one fused multiply-add for each
 // column of float weights; for each block of quantised ones, whose columns are summed in integers, exactly. So the
@@ -1001,7 +793,7 @@ static inline float fma1(float a, float b, float c) {
 
 #if defined(RUN_PLAIN) || \
     !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) || defined(__ARM_FEATURE_DOTPROD))
-enum { LANES = 16, TILE_PANELS = 1, TILE_ROWS = 4, DOT_OFFSET = 0 };
+enum { LANES = 16, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
 typedef struct {
     float lane[LANES];
 } Floats;
@@ -1009,15 +801,15 @@ typedef struct {
     int32_t lane[LANES];
 } Ints;
 #define EACH_LANE for (int i = 0; i < LANES; i++)
-static inline Floats floats_load(const void *p) {
-    Floats v;
-    memcpy(&v, p, sizeof v);
-    return v;
+#define RETURN_LANES(type, value) \
+    type result; \
+    EACH_LANE result.lane[i] = value; \
+    return result
+static inline Floats floats_load(const float *p) {
+    RETURN_LANES(Floats, p[i]);
 }
 static inline Floats floats_load_f16(const uint16_t *p) {
-    Floats v;
-    EACH_LANE v.lane[i] = float_from_f16(p[i]);
-    return v;
+    RETURN_LANES(Floats, float_from_f16(p[i]));
 }
 static inline void floats_store(float *p, Floats v) {
     EACH_LANE p[i] = v.lane[i];
@@ -1026,22 +818,19 @@ static inline void floats_store_f16(uint16_t *p, Floats v) {
     EACH_LANE p[i] = f16_from_float(v.lane[i]);
 }
 static inline Floats floats_set(float x) {
-    Floats v;
-    EACH_LANE v.lane[i] = x;
-    return v;
+    RETURN_LANES(Floats, x);
 }
 static inline Floats floats_mul(Floats a, Floats b) {
-    EACH_LANE a.lane[i] *= b.lane[i];
-    return a;
+    RETURN_LANES(Floats, a.lane[i] * b.lane[i]);
 }
 static inline Floats floats_fma(Floats a, Floats b, Floats c) {
-    EACH_LANE c.lane[i] = fma1(a.lane[i], b.lane[i], c.lane[i]);
-    return c;
+    RETURN_LANES(Floats, fma1(a.lane[i], b.lane[i], c.lane[i]));
 }
 static inline Floats floats_from_ints(Ints v) {
-    Floats f;
-    EACH_LANE f.lane[i] = (float)v.lane[i];
-    return f;
+    RETURN_LANES(Floats, (float)v.lane[i]);
+}
+static inline Floats floats_from_bits(Ints v) { // the same bits
+    RETURN_LANES(Floats, float_from_bits((uint32_t)v.lane[i]));
 }
 static inline Ints ints_load(const void *p) {
     Ints v;
@@ -1049,39 +838,27 @@ static inline Ints ints_load(const void *p) {
     return v;
 }
 static inline Ints ints_set(int32_t x) {
-    Ints v;
-    EACH_LANE v.lane[i] = x;
-    return v;
+    RETURN_LANES(Ints, x);
 }
 // Of each 4-byte step: the lower and upper half, as f16 or bf16, to floats.
 static inline Floats floats_from_f16_low(Ints v) {
-    Floats f;
-    EACH_LANE f.lane[i] = float_from_f16((uint16_t)v.lane[i]);
-    return f;
+    RETURN_LANES(Floats, float_from_f16((uint16_t)v.lane[i]));
 }
 static inline Floats floats_from_f16_high(Ints v) {
-    Floats f;
-    EACH_LANE f.lane[i] = float_from_f16((uint16_t)((uint32_t)v.lane[i] >> 16));
-    return f;
+    RETURN_LANES(Floats, float_from_f16((uint16_t)((uint32_t)v.lane[i] >> 16)));
 }
 static inline Floats floats_from_bf16_low(Ints v) {
-    Floats f;
-    EACH_LANE f.lane[i] = float_from_bits((uint32_t)v.lane[i] << 16);
-    return f;
+    RETURN_LANES(Floats, float_from_bits((uint32_t)v.lane[i] << 16));
 }
 static inline Floats floats_from_bf16_high(Ints v) {
-    Floats f;
-    EACH_LANE f.lane[i] = float_from_bits((uint32_t)v.lane[i] & 0xffff0000);
-    return f;
+    RETURN_LANES(Floats, float_from_bits((uint32_t)v.lane[i] & 0xffff0000));
 }
 // Of each byte: the low and high 4 bits.
 static inline Ints ints_low_nibbles(Ints v) {
-    EACH_LANE v.lane[i] &= 0x0f0f0f0f;
-    return v;
+    RETURN_LANES(Ints, v.lane[i] & 0x0f0f0f0f);
 }
 static inline Ints ints_high_nibbles(Ints v) {
-    EACH_LANE v.lane[i] = v.lane[i] >> 4 & 0x0f0f0f0f;
-    return v;
+    RETURN_LANES(Ints, v.lane[i] >> 4 & 0x0f0f0f0f);
 }
 // acc += the dot product of the 4 int8 of w and the 4 of x that each lane holds.
 static inline Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
@@ -1094,7 +871,7 @@ static inline Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
 
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
-enum { LANES = 16, TILE_PANELS = 2, TILE_ROWS = 8 };
+enum { LANES = 16, TILE_PANELS = 2, TILE_ROWS = 6, FLOAT_ROWS = 12 };
 typedef __m512 Floats;
 typedef __m512i Ints;
 #define floats_load(p) _mm512_loadu_ps(p)
@@ -1105,6 +882,7 @@ typedef __m512i Ints;
 #define floats_mul(a, b) _mm512_mul_ps(a, b)
 #define floats_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define floats_from_ints(v) _mm512_cvtepi32_ps(v)
+#define floats_from_bits(v) _mm512_castsi512_ps(v)
 #define ints_load(p) _mm512_loadu_si512(p)
 #define ints_set(x) _mm512_set1_epi32(x)
 #define floats_from_f16_low(v) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v))
@@ -1119,10 +897,13 @@ enum { DOT_OFFSET = 128 };
 #define ints_as_int8(v) _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80))
 #define ints_dot_int8(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
 #define ints_dot_nibbles(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
+#ifdef __AVX512BF16__
+#define floats_dot_bf16(acc, w, x) _mm512_dpbf16_ps(acc, (__m512bh)(w), (__m512bh)(x))
+#endif
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
-enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 4, DOT_OFFSET = 0 };
+enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
 typedef __m256 Floats;
 typedef __m256i Ints;
 #define floats_load(p) _mm256_loadu_ps((const float *)(p))
@@ -1133,6 +914,7 @@ typedef __m256i Ints;
 #define floats_mul(a, b) _mm256_mul_ps(a, b)
 #define floats_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define floats_from_ints(v) _mm256_cvtepi32_ps(v)
+#define floats_from_bits(v) _mm256_castsi256_ps(v)
 #define ints_load(p) _mm256_loadu_si256((const __m256i *)(p))
 #define ints_set(x) _mm256_set1_epi32(x)
 static inline Floats floats_from_f16_low(Ints v) { // gather the low halves of 8 words into 8 neighbouring halves
@@ -1155,7 +937,7 @@ static inline Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
 
 #else // NEON with dot products (ARMv8.2)
 #include <arm_neon.h>
-enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 4, DOT_OFFSET = 0 };
+enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
 typedef float32x4_t Floats;
 typedef int32x4_t Ints;
 #define floats_load(p) vld1q_f32((const float *)(p))
@@ -1166,6 +948,7 @@ typedef int32x4_t Ints;
 #define floats_mul(a, b) vmulq_f32(a, b)
 #define floats_fma(a, b, c) vfmaq_f32(c, a, b)
 #define floats_from_ints(v) vcvtq_f32_s32(v)
+#define floats_from_bits(v) vreinterpretq_f32_s32(v)
 #define ints_load(p) vld1q_s32((const int32_t *)(p))
 #define ints_set(x) vdupq_n_s32(x)
 #define floats_from_f16_low(v) vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(v)))
@@ -1179,17 +962,9 @@ typedef int32x4_t Ints;
 #define ints_dot_nibbles ints_dot_int8
 #endif
 
-// out = x as halves, n of them; what is beyond the largest half, 65504, becomes that
-static void f16_from_floats(uint16_t *out, const float *x, int n) {
-    for (int i = 0; i < n; i += LANES) {
-        float part[LANES] = {0};
-        uint16_t half[LANES];
-        int count = min_int(LANES, n - i);
-        for (int j = 0; j < count; j++) part[j] = x[i + j] > 65504 ? 65504 : x[i + j] < -65504 ? -65504 : x[i + j];
-        floats_store_f16(half, floats_load(part));
-        memcpy(out + i, half, (size_t)count * sizeof *half);
-    }
-}
+// All lanes the 4 bytes at p.
+#define ints_splat(p) ints_set((int32_t)load_u32(p))
+#define floats_splat(p) floats_set(float_from_bits(load_u32(p)))
 
 enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS };
 
@@ -1203,6 +978,32 @@ static inline size_t vector_offset(int v, size_t panel) {
 #define EACH_ROW UNROLL for (int r = 0; r < n_rows; r++)
 #define EACH_VECTOR UNROLL for (int v = 0; v < n_panels * PANEL_VECTORS; v++)
 
+// acc += the dot product of the 2 bf16 of w and the 2 of x that each lane holds, the higher column first: so does
+// vdpbf16ps. A product of two bf16 is exact as a float; each addition rounds.
+#ifndef floats_dot_bf16
+#define floats_dot_bf16(acc, w, x) \
+    floats_fma(floats_from_bf16_low(w), floats_from_bf16_low(x), \
+               floats_fma(floats_from_bf16_high(w), floats_from_bf16_high(x), acc))
+#endif
+
+// Weights come from memory, and a processor's own prefetching ends where a page of 4 KB ends: each page would begin with
+// a wait. So a tile asks for weights some steps before it needs them. Where the rows take several tiles, only the first
+// would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
+typedef struct {
+    size_t steps;    // how far ahead
+    int turn, tiles; // each asks for every tiles-th block, this one beginning with number `turn`
+} Ahead;
+
+static inline Ahead look_ahead(int row, int tile_rows, int n_rows, size_t steps_of_panels) {
+    int tiles = (n_rows + tile_rows - 1) / tile_rows;
+    return (Ahead){tiles == 1 ? 96 : steps_of_panels, row / tile_rows, tiles};
+}
+
+// Asks for the lines that a tile will write. Otherwise these writes wait for memory, and everything behind them.
+ALWAYS_INLINE void prefetch_outputs(int n_panels, int n_rows, const float *y, size_t y_stride) {
+    EACH_ROW EACH_VECTOR __builtin_prefetch(y + (size_t)r * y_stride + vector_offset(v, PANEL), 1);
+}
+
 // Float weights as a tile sees them. Attention uses it too: a cache of keys is a matrix, and so is a cache of values.
 typedef struct {
     Type type;          // F32, F16, BF16
@@ -1212,25 +1013,31 @@ typedef struct {
 } FloatPanels;
 
 // One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels. These and the type are constants where
-// it is inlined, so that acc is registers. The strides are in floats.
-ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p, const float *x, size_t x_stride,
-                              float *y, size_t y_stride) {
-    Floats acc[TILE_ROWS][TILE_VECTORS];
+// it is inlined, so that acc is registers. x: floats, or pairs of bf16 for BF16. All strides are in 4-byte words.
+ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p, Ahead ahead, const void *x,
+                              size_t x_stride, float *y, size_t y_stride) {
+    Floats acc[FLOAT_ROWS][TILE_VECTORS];
     EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
+    prefetch_outputs(n_panels, n_rows, y, y_stride);
+    int turn = ahead.turn;
     for (int k = 0; k < p.cols; k += step_columns(type), p.w += p.step) {
-        Floats low[TILE_VECTORS], high[TILE_VECTORS];
+        Ints step[TILE_VECTORS];
+        turn = turn ? turn - 1 : ahead.tiles - 1;
         EACH_VECTOR {
             const uint32_t *at = p.w + vector_offset(v, p.panel);
-            low[v] = type == F32   ? floats_load(at)
-                     : type == F16 ? floats_from_f16_low(ints_load(at))
-                                   : floats_from_bf16_low(ints_load(at));
-            if (type == F16) high[v] = floats_from_f16_high(ints_load(at));
-            if (type == BF16) high[v] = floats_from_bf16_high(ints_load(at));
+            if (turn == 0) __builtin_prefetch(at + ahead.steps * p.step);
+            step[v] = ints_load(at);
         }
         EACH_ROW {
-            const float *xk = x + (size_t)r * x_stride + (size_t)k;
-            EACH_VECTOR acc[r][v] = floats_fma(low[v], floats_set(xk[0]), acc[r][v]);
-            if (type != F32) EACH_VECTOR acc[r][v] = floats_fma(high[v], floats_set(xk[1]), acc[r][v]);
+            const char *xk = (const char *)x + 4 * ((size_t)r * x_stride + (size_t)(type == BF16 ? k / 2 : k));
+            EACH_VECTOR {
+                if (type == F32) acc[r][v] = floats_fma(floats_from_bits(step[v]), floats_splat(xk), acc[r][v]);
+                if (type == BF16) acc[r][v] = floats_dot_bf16(acc[r][v], step[v], ints_splat(xk));
+                if (type == F16) {
+                    acc[r][v] = floats_fma(floats_from_f16_low(step[v]), floats_splat(xk), acc[r][v]);
+                    acc[r][v] = floats_fma(floats_from_f16_high(step[v]), floats_splat(xk + 4), acc[r][v]);
+                }
+            }
         }
     }
     EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
@@ -1244,24 +1051,34 @@ ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) 
 
 // One tile of quantised weights, int8 or int4. `block` columns (16 or 32) are summed in integers, then meet the scales:
 // y = sum over blocks of (sum (q_w - zero) q_x) * (scale_w * scale_x) + min_w * (scale_x * sum q_x)
+// Where the weights come with an offset (int4's zero, DOT_OFFSET), the integer sum starts at -offset * sum q_x.
 ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type, int block, const Matrix *w,
-                                  size_t first_panel, const Activations *x, int row, float *y, size_t y_stride) {
-    const size_t panel = panel_words(w), scales_panel = panel_scales(w);
-    const int32_t *step = (const int32_t *)w->panels + first_panel * panel;
-    const int32_t *q = x->q + strip_index(x, row, 0, 4), *sum = x->sum + strip_index(x, row, 0, 16);
-    const float *scale_x = x->scale + strip_index(x, row, 0, BLOCK);
+                                  size_t first_panel, Ahead ahead, const Activations *x, int row, float *y,
+                                  size_t y_stride) {
+    static const int32_t zeros[N_STARTS * STRIP];
+    const bool has_offset = type == I8 ? DOT_OFFSET != 0 : w->zero != 0;
+    const size_t panel = panel_words(w), scales_panel = panel_scales(w), x_block = strip_index(x, row, 0, BLOCK);
+    const int32_t *step = (const int32_t *)w->panels + first_panel * panel, *q = x->q + strip_index(x, row, 0, 4);
+    const int32_t *start = has_offset ? x->start + strip_index(x, row, 0, BLOCK / N_STARTS) : zeros;
+    const float *scale_x = x->scale + x_block, *sum_x = x->sum + x_block;
     size_t scale_at = first_panel * scales_panel;
-    const int offset = type == I8 ? DOT_OFFSET : w->zero;
+    const size_t scales_ahead = ahead.steps * (size_t)step_columns(type) / (size_t)w->group * PANEL;
     Floats acc[TILE_ROWS][TILE_VECTORS];
     EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
+    prefetch_outputs(n_panels, n_rows, y, y_stride);
+    int turn = ahead.turn;
     for (int group = 0; group < w->cols; group += w->group, scale_at += PANEL) {
         for (int k = group; k < group + w->group; k += block) {
+            turn = turn ? turn - 1 : ahead.tiles - 1;
+            if (turn == 0) EACH_VECTOR {
+                    for (int i = 0; i < block / step_columns(type); i++)
+                        __builtin_prefetch(step + vector_offset(v, panel) + (ahead.steps + (size_t)i) * PANEL);
+                    __builtin_prefetch((const char *)w->scales +
+                                       (scale_at + vector_offset(v, scales_panel) + scales_ahead) * scale_bytes(w));
+                }
+            const int which = type == I4 ? START_INT4 : block == 32 ? START_ALL : k / 16 % 2 ? START_LAST : START_FIRST;
             Ints dot[TILE_ROWS][TILE_VECTORS];
-            int32_t sums[TILE_ROWS];
-            EACH_ROW {
-                sums[r] = block == 32 ? sum[r] + sum[strip + r] : sum[r];
-                EACH_VECTOR dot[r][v] = ints_set(-offset * sums[r]);
-            }
+            EACH_ROW EACH_VECTOR dot[r][v] = ints_set(start[which * strip + r]);
             UNROLL for (int i = 0; i < block;
                         i += step_columns(type), step += PANEL, q += step_columns(type) / 4 * strip) {
                 Ints low[TILE_VECTORS], high[TILE_VECTORS];
@@ -1290,53 +1107,59 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type
             }
             if (w->mins) EACH_VECTOR {
                     Floats min = tile_scales(w, w->mins, scale_at + vector_offset(v, scales_panel));
-                    EACH_ROW acc[r][v] = floats_fma(min, floats_set(scale_x[r] * (float)sums[r]), acc[r][v]);
+                    EACH_ROW acc[r][v] = floats_fma(min, floats_set(sum_x[r]), acc[r][v]);
                 }
-            sum += block / 16 * strip;
-            if ((k + block) % BLOCK == 0) scale_x += strip;
+            if ((k + block) % BLOCK == 0) { // the next block of x
+                scale_x += strip;
+                sum_x += strip;
+                start += has_offset ? N_STARTS * strip : 0;
+            }
         }
     }
     EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
 }
 
 // Runs call(n_panels, n_rows) with both as constants: the compiler makes one copy of the tile for each.
-#define ROW_CASE(n, panels, call) \
+#define ROW_CASE(n, most, panels, call) \
     case n: \
-        if (n <= TILE_ROWS) call(panels, n); \
+        if (n <= most) { \
+            call(panels, n); \
+        } \
         break;
-#define ROW_CASES(rows, panels, call) \
+#define FOUR_CASES(n, most, panels, call) \
+    ROW_CASE((n), most, panels, call) \
+    ROW_CASE((n) + 1, most, panels, call) \
+    ROW_CASE((n) + 2, most, panels, call) \
+    ROW_CASE((n) + 3, most, panels, call)
+#define ROW_CASES(rows, most, panels, call) \
     switch (rows) { \
-        ROW_CASE(1, panels, call) \
-        ROW_CASE(2, panels, call) \
-        ROW_CASE(3, panels, call) \
-        ROW_CASE(4, panels, call) \
-        ROW_CASE(5, panels, call) \
-        ROW_CASE(6, panels, call) \
-        ROW_CASE(7, panels, call) \
-        ROW_CASE(8, panels, call) \
+        FOUR_CASES(1, most, panels, call) \
+        FOUR_CASES(5, most, panels, call) \
+        FOUR_CASES(9, most, panels, call) \
     }
-#define WITH_CONSTANTS(panels, rows, call) \
+#define WITH_CONSTANTS(panels, rows, most, call) \
     if ((panels) == TILE_PANELS) { \
-        ROW_CASES(rows, TILE_PANELS, call) \
+        ROW_CASES(rows, most, TILE_PANELS, call) \
     } else { \
-        ROW_CASES(rows, 1, call) \
+        ROW_CASES(rows, most, 1, call) \
     }
 
 // y[r] = W x[r] for n_rows rows and n_panels panels of float weights of one type, one thread. Rows of y have room for
 // whole panels.
-ALWAYS_INLINE void multiply_typed(Type type, int n_panels, int n_rows, FloatPanels w, const float *x, size_t x_stride,
+ALWAYS_INLINE void multiply_typed(Type type, int n_panels, int n_rows, FloatPanels w, const void *x, size_t x_stride,
                                   float *y, size_t y_stride) {
     for (int p = 0; p < n_panels; p += TILE_PANELS, w.w += TILE_PANELS * w.panel)
-        for (int r = 0; r < n_rows; r += TILE_ROWS) {
-#define CALL(panels, rows) \
-    tile_float(panels, rows, type, w, x + (size_t)r * x_stride, x_stride, \
-               y + (size_t)r * y_stride + (size_t)p * PANEL, y_stride)
-            WITH_CONSTANTS(min_int(TILE_PANELS, n_panels - p), min_int(TILE_ROWS, n_rows - r), CALL)
+        for (int r = 0; r < n_rows; r += FLOAT_ROWS) {
+            const void *from = (const char *)x + 4 * (size_t)r * x_stride;
+            float *out = y + (size_t)r * y_stride + (size_t)p * PANEL;
+            Ahead ahead = look_ahead(r, FLOAT_ROWS, n_rows, w.panel / w.step * TILE_PANELS);
+#define CALL(panels, rows) tile_float(panels, rows, type, w, ahead, from, x_stride, out, y_stride)
+            WITH_CONSTANTS(min_int(TILE_PANELS, n_panels - p), min_int(FLOAT_ROWS, n_rows - r), FLOAT_ROWS, CALL)
 #undef CALL
         }
 }
 
-static void multiply_float(int n_panels, int n_rows, FloatPanels w, const float *x, size_t x_stride, float *y,
+static void multiply_float(int n_panels, int n_rows, FloatPanels w, const void *x, size_t x_stride, float *y,
                            size_t y_stride) {
     if (w.type == F32) multiply_typed(F32, n_panels, n_rows, w, x, x_stride, y, y_stride);
     else if (w.type == F16) multiply_typed(F16, n_panels, n_rows, w, x, x_stride, y, y_stride);
@@ -1346,25 +1169,21 @@ static void multiply_float(int n_panels, int n_rows, FloatPanels w, const float 
 // The same for at most TILE_PANELS panels of quantised weights.
 static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t first_panel, const Activations *x,
                                float *y, size_t y_stride) {
-    if (x->strip == 1) { // one row, one panel
-        if (w->type == I4) tile_quantized(1, 1, 1, I4, 32, w, first_panel, x, 0, y, y_stride);
-        else if (w->group % 32 == 0) tile_quantized(1, 1, 1, I8, 32, w, first_panel, x, 0, y, y_stride);
-        else tile_quantized(1, 1, 1, I8, 16, w, first_panel, x, 0, y, y_stride);
-        return;
-    }
-    for (int r = 0; r < n_rows; r += TILE_ROWS) {
-        int rows = min_int(TILE_ROWS, n_rows - r);
-        float *out = y + (size_t)r * y_stride;
-#define CALL_INT4(panels, rows) tile_quantized(panels, rows, STRIP, I4, 32, w, first_panel, x, r, out, y_stride)
-#define CALL_INT8(panels, rows) tile_quantized(panels, rows, STRIP, I8, 32, w, first_panel, x, r, out, y_stride)
-#define CALL_INT8_16(panels, rows) tile_quantized(panels, rows, STRIP, I8, 16, w, first_panel, x, r, out, y_stride)
-        if (w->type == I4) {
-            WITH_CONSTANTS(n_panels, rows, CALL_INT4)
-        } else if (w->group % 32 == 0) {
-            WITH_CONSTANTS(n_panels, rows, CALL_INT8)
+    for (int r = 0; r < n_rows; r += TILE_ROWS, y += TILE_ROWS * y_stride) {
+        Ahead ahead = look_ahead(r, TILE_ROWS, n_rows, panel_words(w) / PANEL * (size_t)n_panels);
+#define TILE(panels, rows, strip, type, block) \
+    tile_quantized(panels, rows, strip, type, block, w, first_panel, ahead, x, r, y, y_stride)
+#define CALL_IN_STRIPS(panels, rows, strip) \
+    if (w->type == I4) TILE(panels, rows, strip, I4, 32); \
+    else if (w->group % 32 == 0) TILE(panels, rows, strip, I8, 32); \
+    else TILE(panels, rows, strip, I8, 16)
+#define CALL(panels, rows) CALL_IN_STRIPS(panels, rows, STRIP)
+        if (x->strip == 1) {
+            CALL_IN_STRIPS(1, 1, 1);
         } else {
-            WITH_CONSTANTS(n_panels, rows, CALL_INT8_16)
+            WITH_CONSTANTS(n_panels, min_int(TILE_ROWS, n_rows - r), TILE_ROWS, CALL)
         }
+#undef CALL
     }
 }
 
@@ -1374,7 +1193,8 @@ static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t
 // a pause; who reads y waits at a barrier first.
 static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, const Matrix *w) {
     int n_panels = (int)matrix_panels(w);
-    int most = x->strip == 1 && is_quantized(w->type) ? 1 : TILE_PANELS; // one row: one long run of memory, not two
+    int few = is_quantized(w->type) ? TILE_ROWS : 1,
+        most = n_rows <= few ? 1 : TILE_PANELS; // one run of memory, or two
 #pragma omp for schedule(static) nowait
     for (int p = 0; p < n_panels; p += most) {
         int n = min_int(most, n_panels - p);
@@ -1384,7 +1204,8 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
         } else {
             FloatPanels panels = {w->type, (const uint32_t *)w->panels + (size_t)p * panel_words(w), PANEL,
                                   panel_words(w), w->cols};
-            multiply_float(n, n_rows, panels, x->f, x->stride, out, y_stride);
+            if (w->type == BF16) multiply_float(n, n_rows, panels, x->pairs, x->stride / 2, out, y_stride);
+            else multiply_float(n, n_rows, panels, x->f, x->stride, out, y_stride);
         }
     }
 }
@@ -1605,6 +1426,18 @@ static FloatPanels value_panels(const Session *s, const uint32_t *values, int t,
     return (FloatPanels){s->kv_type, first, s->v_stride, PANEL, n};
 }
 
+// out = x as halves, n of them; what is beyond the largest half, 65504, becomes that
+static void f16_from_floats(uint16_t *out, const float *x, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        float part[LANES] = {0};
+        uint16_t half[LANES];
+        int count = min_int(LANES, n - i);
+        for (int j = 0; j < count; j++) part[j] = x[i + j] > 65504 ? 65504 : x[i + j] < -65504 ? -65504 : x[i + j];
+        floats_store_f16(half, floats_load(part));
+        memcpy(out + i, half, (size_t)count * sizeof *half);
+    }
+}
+
 // Put the key and value of one kv head at a position. k, v: [head_dim]
 static void cache_store(const Session *s, int layer, int kv_head, const Row *row, const float *k, const float *v) {
     enum { PART = 64 };
@@ -1625,6 +1458,25 @@ static void cache_store(const Session *s, int layer, int kv_head, const Row *row
         f16_from_floats(half, v + i, n);
         for (int j = 0; j < n; j++) value[2 * (i + j)] = half[j];
     }
+}
+
+// Room for n rows of up to `cols` activations, in the forms that the model's matrices want.
+static Activations activations_open(const Model *m, int n, int cols) {
+    Activations x = {.stride = pad((size_t)cols, BLOCK)};
+    size_t whole = pad((size_t)n, STRIP), blocks = whole * x.stride / BLOCK;
+    x.f = alloc((size_t)n * x.stride, sizeof *x.f, "activations");
+    if (m->any_bf16) x.pairs = alloc((size_t)n * x.stride / 2, sizeof *x.pairs, "activations");
+    if (!m->any_quantized) return x;
+    x.q = alloc(blocks * BLOCK / 4, sizeof *x.q, "activations");
+    x.scale = alloc(blocks, sizeof *x.scale, "activations");
+    x.sum = alloc(blocks, sizeof *x.sum, "activations");
+    x.start = alloc(blocks * N_STARTS, sizeof *x.start, "activations");
+    return x;
+}
+
+static void activations_free(Activations *x) {
+    void *all[] = {x->f, x->pairs, x->q, x->scale, x->sum, x->start};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
 // Room for n_seqs sequences of n_ctx positions, forward calls of up to max_rows rows of which max_logits want logits.
@@ -1655,14 +1507,7 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     s->gate = alloc(n * s->hidden_stride, sizeof(float), "activations");
     s->up = alloc(n * s->hidden_stride, sizeof(float), "activations");
     s->turns = alloc(n * (size_t)c->head_dim, sizeof(float), "activations");
-    size_t widest = pad((size_t)max_int(max_int(c->dim, c->hidden_dim), q_dim(c)), BLOCK);
-    s->in = (Activations){.stride = widest, .f = alloc(n * widest, sizeof(float), "activations")};
-    if (m->any_quantized) {
-        size_t whole = pad(n, STRIP);
-        s->in.q = alloc(whole * widest, 1, "activations");
-        s->in.scale = alloc(whole * widest / BLOCK, sizeof(float), "activations");
-        s->in.sum = alloc(whole * widest / 16, sizeof(int32_t), "activations");
-    }
+    s->in = activations_open(m, max_rows, max_int(max_int(c->dim, c->hidden_dim), q_dim(c)));
     s->logits = alloc(product((size_t)max_logits, s->vocab_stride, "logits"), sizeof(float), "logits");
     s->wanted = alloc((size_t)max_logits, sizeof *s->wanted, "session");
     s->spans = alloc(n, sizeof *s->spans, "session");
@@ -1685,8 +1530,8 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
 }
 
 static void session_free(Session *s) {
-    void *all[] = {s->x,    s->q,    s->k,        s->v,      s->branch, s->gate,   s->up,   s->turns,
-                   s->in.f, s->in.q, s->in.scale, s->in.sum, s->logits, s->wanted, s->spans};
+    void *all[] = {s->x, s->q, s->k, s->v, s->branch, s->gate, s->up, s->turns, s->logits, s->wanted, s->spans};
+    activations_free(&s->in);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     for (int i = 0; i < s->n_threads; i++) free(s->scratch[i].scores);
     free(s->scratch);
@@ -1733,7 +1578,7 @@ static void embed(Session *s, const Row *rows, int n) {
 static void norm_row(Session *s, const float *weight, int from, int to) {
     const Config *c = &s->model->config;
     rmsnorm(s->in.f + (size_t)to * s->in.stride, s->x + (size_t)from * s->dim_stride, weight, c->dim, c->norm_eps);
-    quantize_row(&s->in, to, c->dim);
+    prepare_row(&s->in, to, c->dim);
 }
 
 static void norm_rows(Session *s, const float *weight, int n) {
@@ -1786,8 +1631,11 @@ static void rotate_and_store(Session *s, int layer, const Row *rows, int n) {
 static void softmax_block(float *scores, int n, int from, int to, float *max, float *sum, float *rescale) {
     for (int t = 0; t < n; t++)
         if (t < from || t >= to) scores[t] = -INFINITY;
-    float highest = *max;
-    for (int t = from; t < to; t++) highest = scores[t] > highest ? scores[t] : highest;
+    float lane[PANEL], highest = *max; // a maximum for each lane, so that the compiler may use vectors
+    for (int j = 0; j < PANEL; j++) lane[j] = -INFINITY;
+    for (int t = 0; t < n; t += PANEL)
+        for (int j = 0; j < PANEL; j++) lane[j] = scores[t + j] > lane[j] ? scores[t + j] : lane[j];
+    for (int j = 0; j < PANEL; j++) highest = lane[j] > highest ? lane[j] : highest;
     *rescale = from < to ? exp_f32(*max - highest) : 1;
     *sum = fma1(*sum, *rescale, exp_and_sum(scores, n, from < to ? highest : 0));
     *max = highest;
@@ -1851,7 +1699,7 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
                s->spans[i / s->model->config.n_kv_heads]);
     meet(s);
 #pragma omp for schedule(static) nowait
-    for (int r = 0; r < n; r++) quantize_row(&s->in, r, q_dim(&s->model->config));
+    for (int r = 0; r < n; r++) prepare_row(&s->in, r, q_dim(&s->model->config));
     meet(s);
     matmul(s->branch, s->dim_stride, &s->in, n, &a->o);
     meet(s);
@@ -1870,7 +1718,7 @@ static void feed_forward(Session *s, int layer, int n) {
     for (int r = 0; r < n; r++) {
         size_t at = (size_t)r * s->hidden_stride;
         swiglu(s->in.f + (size_t)r * s->in.stride, s->gate + at, s->up + at, c->hidden_dim);
-        quantize_row(&s->in, r, c->hidden_dim);
+        prepare_row(&s->in, r, c->hidden_dim);
     }
     meet(s);
     matmul(s->branch, s->dim_stride, &s->in, n, &a->down);
@@ -1922,7 +1770,253 @@ static void forward(Session *s, const Row *rows, int n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §8 GGUF
+// §8 Packing
+//
+// From the weights as a file has them to panels. A loader (§9, §10) finds the rows of a matrix; matrix_load unpacks and
+// rearranges them, on all threads.
+//
+// Each row below is a type that a GGUF file may store (its number there is the id), and the panel that holds it without
+// loss. Plain types are copied. Quantised types come in blocks, drawn above their unpack functions.
+
+typedef struct {
+    const char *name;
+    uint32_t id;     // in a GGUF file
+    int columns;     // weights in a block
+    int bytes;       // of a block
+    Type type;       // of the panel
+    int group;       // columns that share a scale: 16 or 32
+    Type scale_type; // F16 or F32
+    bool has_min;
+    int zero;
+} Format;
+
+enum {
+    PLAIN_F32 = 0,
+    PLAIN_F16 = 1,
+    Q4_0 = 2,
+    Q4_1 = 3,
+    Q5_0 = 6,
+    Q5_1 = 7,
+    Q8_0 = 8,
+    Q4_K = 12,
+    Q5_K,
+    Q6_K,
+    PLAIN_BF16 = 30
+};
+
+static const Format formats[] = {
+    {"F32", PLAIN_F32, 1, 4, F32, 0, F32, false, 0},    {"F16", PLAIN_F16, 1, 2, F16, 0, F32, false, 0},
+    {"BF16", PLAIN_BF16, 1, 2, BF16, 0, F32, false, 0}, {"Q8_0", Q8_0, 32, 34, I8, 32, F16, false, 0},
+    {"Q4_0", Q4_0, 32, 18, I4, 32, F16, false, 8},      {"Q4_1", Q4_1, 32, 20, I4, 32, F16, true, 0},
+    {"Q5_0", Q5_0, 32, 22, I8, 32, F16, false, 0},      {"Q5_1", Q5_1, 32, 24, I8, 32, F16, true, 0},
+    {"Q4_K", Q4_K, 256, 144, I4, 32, F32, true, 0},     {"Q5_K", Q5_K, 256, 176, I8, 32, F32, true, 0},
+    {"Q6_K", Q6_K, 256, 210, I8, 16, F32, false, 0}};
+
+static const Format *format_by_id(uint32_t id) {
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+        if (formats[i].id == id) return &formats[i];
+    return NULL;
+}
+
+static uint16_t load_u16(const uint8_t *p) {
+    return (uint16_t)(p[0] | p[1] << 8);
+}
+
+static float load_f16(const uint8_t *p) {
+    return float_from_f16(load_u16(p));
+}
+
+// 32 neighbouring weights of a row: integers, and a scale and minimum for each half.
+typedef struct {
+    int8_t q[32];
+    float scale[2], min[2];
+} Unpacked;
+
+// The same scale and minimum for all 32.
+static void unpack_scale(Unpacked *u, float scale, float min) {
+    u->scale[0] = u->scale[1] = scale;
+    u->min[0] = u->min[1] = min;
+}
+
+// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
+static void unpack_q8_0(const uint8_t *b, Unpacked *u) {
+    unpack_scale(u, load_f16(b), 0);
+    memcpy(u->q, b + 2, 32);
+}
+
+// The 16 bytes n hold 32 numbers of 4 bits: byte j has number j below and number j + 16 above.
+static void unpack_nibbles(const uint8_t *n, Unpacked *u) {
+    for (int j = 0; j < 16; j++) {
+        u->q[j] = n[j] & 15;
+        u->q[j + 16] = n[j] >> 4;
+    }
+}
+
+// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8)
+// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
+static void unpack_q4(const uint8_t *b, bool has_min, Unpacked *u) {
+    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
+    unpack_nibbles(b + (has_min ? 4 : 2), u);
+}
+
+// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
+// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
+static void unpack_q5(const uint8_t *b, bool has_min, Unpacked *u) {
+    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
+    const uint8_t *high = b + (has_min ? 4 : 2);
+    unpack_nibbles(high + 4, u);
+    for (int j = 0; j < 32; j++) u->q[j] = (int8_t)(u->q[j] + (high[j / 8] >> j % 8 & 1) * 16 - (has_min ? 0 : 16));
+}
+
+// The 12 bytes s of Q4_K and Q5_K hold 8 scales and 8 minima of 6 bits: those of parts 0..3 in the low 6 bits of bytes
+// 0..3 (scales) and 4..7 (minima); of parts 4..7 the low 4 bits in bytes 8..11 and the high 2 on top of bytes 0..7.
+static void unpack_k_scales(const uint8_t *s, int part, float d, float dmin, Unpacked *u) {
+    int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
+    int min = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
+    unpack_scale(u, d * (float)scale, -(dmin * (float)min));
+}
+
+// Q4_K, 144 bytes for 8 parts of 32:  [ d f16 | dmin f16 | s 12 bytes | 128 bytes n ]     w = d scale q - dmin min
+// Each 32 bytes of n hold two parts, the even one in the low 4 bits.
+static void unpack_q4_k(const uint8_t *b, int part, Unpacked *u) {
+    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
+    for (int j = 0; j < 32; j++) u->q[j] = b[16 + part / 2 * 32 + j] >> part % 2 * 4 & 15;
+}
+
+// Q5_K, 176 bytes:  [ d f16 | dmin f16 | s 12 bytes | 32 bytes high | 128 bytes n ]
+// As Q4_K, with a fifth bit: bit `part` of high[j].
+static void unpack_q5_k(const uint8_t *b, int part, Unpacked *u) {
+    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
+    for (int j = 0; j < 32; j++)
+        u->q[j] = (int8_t)((b[48 + part / 2 * 32 + j] >> part % 2 * 4 & 15) | (b[16 + j] >> part & 1) << 4);
+}
+
+// Q6_K, 210 bytes:  [ 128 bytes low | 64 bytes high | 16 x int8 scale | d f16 ]     w = d scale (q - 32), groups of 16
+// Of each half of 4 parts: parts 0, 1 have their low 4 bits in the low nibbles of 64 bytes, parts 2, 3 in the high
+// nibbles; the 2 bits above are bits 2p and 2p + 1 of 32 bytes, p the part in its half.
+static void unpack_q6_k(const uint8_t *b, int part, Unpacked *u) {
+    const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
+    float d = load_f16(b + 208);
+    unpack_scale(u, 0, 0);
+    for (int half = 0; half < 2; half++) u->scale[half] = d * (float)(int8_t)b[192 + 2 * part + half];
+    for (int j = 0; j < 32; j++) {
+        int q = (low[j] >> part % 4 / 2 * 4 & 15) | (high[j] >> part % 4 * 2 & 3) << 4;
+        u->q[j] = (int8_t)(q - 32);
+    }
+}
+
+// Weights 32 * i to 32 * i + 31 of a row of a quantised format.
+static void unpack(const Format *f, const uint8_t *row, int i, Unpacked *u) {
+    int parts = f->columns / 32, part = i % parts;
+    const uint8_t *block = row + (size_t)(i / parts) * (size_t)f->bytes;
+    switch (f->id) {
+    case Q4_0:
+    case Q4_1: unpack_q4(block, f->has_min, u); break;
+    case Q5_0:
+    case Q5_1: unpack_q5(block, f->has_min, u); break;
+    case Q8_0: unpack_q8_0(block, u); break;
+    case Q4_K: unpack_q4_k(block, part, u); break;
+    case Q5_K: unpack_q5_k(block, part, u); break;
+    case Q6_K: unpack_q6_k(block, part, u); break;
+    default: assert(!"a format of blocks");
+    }
+}
+
+// A row of any format as floats: w = scale * (q - zero) + minimum. cols is a multiple of the format's columns.
+static void unpack_row(const Format *f, const uint8_t *row, int cols, float *out) {
+    if (f->type == F32) memcpy(out, row, (size_t)cols * 4);
+    else if (f->type == F16)
+        for (int k = 0; k < cols; k++) out[k] = load_f16(row + 2 * k);
+    else if (f->type == BF16)
+        for (int k = 0; k < cols; k++) out[k] = float_from_bf16(load_u16(row + 2 * k));
+    else
+        for (int i = 0; i < cols / 32; i++) {
+            Unpacked u;
+            unpack(f, row, i, &u);
+            for (int j = 0; j < 32; j++) out[32 * i + j] = u.scale[j / 16] * (float)(u.q[j] - f->zero) + u.min[j / 16];
+        }
+}
+
+// --- into panels
+
+// Where a loader finds a matrix: rows of a GGUF format; or llama2.c's int8 with float scales in an array of their own.
+typedef struct {
+    const Format *format;
+    const uint8_t *weights, *scales;
+    int group;       // llama2.c int8
+    int turn_halves; // head_dim, where each head's rows i and i + head_dim / 2 become neighbours; else 0
+} Source;
+
+// The row of the file that becomes row r.
+static int source_row(const Source *s, int r) {
+    if (!s->turn_halves) return r;
+    int head = r / s->turn_halves, i = r % s->turn_halves;
+    return head * s->turn_halves + i / 2 + i % 2 * (s->turn_halves / 2);
+}
+
+// Steps as the file has them -> row r of a panel.
+static void pack_steps(uint32_t *panel, const uint8_t *row, int r, size_t n_steps) {
+    for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, row + i * 4, 4);
+}
+
+static void store_scale(const Matrix *w, const void *array, size_t at, float value) {
+    if (w->scale_type == F16) ((uint16_t *)array)[at] = f16_from_float(value); // it came from a half: exact
+    else ((float *)array)[at] = value;
+}
+
+// A row of blocks -> row r of a panel p.
+static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
+    uint32_t *word = (uint32_t *)w->panels + p * panel_words(w) + r;
+    for (int i = 0; i < w->cols / 32; i++) {
+        Unpacked u;
+        unpack(f, row, i, &u);
+        for (int k = 0; k < 32; k += step_columns(w->type), word += PANEL) {
+            uint8_t bytes[4];
+            for (int j = 0; j < 4; j++)
+                bytes[j] = (uint8_t)(w->type == I8 ? u.q[k + j] : (uint8_t)u.q[k + j] | (uint8_t)u.q[k + j + 4] << 4);
+            memcpy(word, bytes, 4);
+        }
+        for (int g = 0; g < 32 / w->group; g++) {
+            size_t at = p * panel_scales(w) + (size_t)(i * (32 / w->group) + g) * PANEL + (size_t)r;
+            store_scale(w, w->scales, at, u.scale[g]);
+            if (w->mins) store_scale(w, w->mins, at, u.min[g]);
+        }
+    }
+}
+
+// llama2.c's scales of one row -> row r of panel p. scales: float [groups], at any alignment.
+static void pack_scales(const Matrix *w, const uint8_t *scales, size_t p, int r) {
+    for (int g = 0; g < w->cols / w->group; g++)
+        memcpy((float *)w->scales + p * panel_scales(w) + (size_t)g * PANEL + (size_t)r, scales + (size_t)g * 4, 4);
+}
+
+// Row-major weights in the file -> panels, on all threads.
+static Matrix matrix_load(Model *m, int rows, int cols, Source s) {
+    const Format *f = s.format;
+    bool int8 = s.scales != NULL, blocks = f->columns > 1;
+    Matrix w = {
+        int8 ? I8 : f->type, rows, cols, int8 ? s.group : f->group, int8 ? F32 : f->scale_type, f->zero, 0, 0, 0};
+    size_t n = matrix_panels(&w), row_bytes = int8 ? (size_t)cols : (size_t)(cols / f->columns) * (size_t)f->bytes;
+    w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
+    if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
+    if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
+#pragma omp parallel for schedule(static) num_threads(m->n_threads) if (n > 64) // else done before a thread wakes up
+    for (size_t p = 0; p < n; p++) {
+        for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++) {
+            size_t from = (size_t)source_row(&s, (int)p * PANEL + r);
+            const uint8_t *row = s.weights + from * row_bytes;
+            if (blocks) pack_blocks(&w, f, row, p, r);
+            else pack_steps((uint32_t *)w.panels + p * panel_words(&w), row, r, row_bytes / 4);
+            if (int8) pack_scales(&w, s.scales + from * (size_t)(cols / s.group) * 4, p, r);
+        }
+    }
+    m->any_quantized |= is_quantized(w.type);
+    m->any_bf16 |= w.type == BF16;
+    return w;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §9 GGUF
 //
 // The format of the llama.cpp world, versions 2 and 3: metadata as keys and values, then tensors with names.
 //
@@ -2406,7 +2500,7 @@ static void gguf_load(Model *m, Gguf *g) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §9 Checkpoints
+// §10 Checkpoints
 //
 // llama2.c's own files, the flat checkpoint that continues them, and how to tell what a file is. A loader reads the
 // header, checks that the file is exactly as long as it implies, and hands each matrix to §3.
@@ -2643,6 +2737,7 @@ static void flat_tensor(Model *m, const Mapping *file, Reader *r) {
     sound = sound && (w.zero == 0 || (w.type == I4 && w.zero == 8)) && (is_quantized(w.type) || w.group == 0);
     if (w.type == I8) sound = sound && w.group >= 16 && w.group % 16 == 0 && w.cols % w.group == 0;
     if (w.type == I4) sound = sound && w.group == 32 && w.cols % 32 == 0;
+    if (w.type == I8 && mins) sound = sound && w.group % 32 == 0;
     if (!flat_tensors[kind].matrix) sound = w.type == F32;
     if (!sound)
         die("%s: tensor %s of layer %d: type %d, group %d, scale type %d and zero %d do not go together", r->path, name,
@@ -2659,6 +2754,7 @@ static void flat_tensor(Model *m, const Mapping *file, Reader *r) {
     if (is_quantized(w.type)) w.scales = flat_data(file, scales, n * panel_scales(&w) * scale_bytes(&w), name);
     if (is_quantized(w.type) && mins) w.mins = flat_data(file, mins, n * panel_scales(&w) * scale_bytes(&w), name);
     m->any_quantized |= is_quantized(w.type);
+    m->any_bf16 |= w.type == BF16;
     *(Matrix *)place = w;
 }
 
@@ -2758,9 +2854,9 @@ static Model *model_load(Checkpoint *checkpoint, int n_threads) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §10 Words
+// §11 Words
 //
-// Text as characters: UTF-8, the classes of Unicode, and the patterns by which byte-level vocabularies (§11) cut a
+// Text as characters: UTF-8, the classes of Unicode, and the patterns by which byte-level vocabularies (§12) cut a
 // text into words before anything is merged.
 
 // --- characters
@@ -2995,7 +3091,7 @@ static int match_stage(Stage stage, const Chars *c, int i, int end) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §11 Tokenizer
+// §12 Tokenizer
 //
 // A model reads token ids. The vocabulary lists the piece of text of each id; byte-pair encoding (BPE) cuts a text into
 // pieces: it starts from single characters and merges, again and again, the neighbouring pair that comes first in the
@@ -3391,7 +3487,7 @@ static void decoder_push(Decoder *d, const Tokenizer *t, int id, Text *out) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §12 Vocabularies
+// §13 Vocabularies
 //
 // Where the pieces come from: llama2.c's tokenizer.bin, the metadata of a GGUF file, or a flat checkpoint.
 
@@ -3676,7 +3772,7 @@ static Tokenizer *tokenizer_load(const Checkpoint *file) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §13 Sampler
+// §14 Sampler
 //
 // From logits to the next token, in this order: repetition penalty, temperature, top-k, softmax, min-p, top-p, draw.
 //
@@ -3842,9 +3938,9 @@ static int sampler_pick(Sampler *s, const float *logits, const int *history, int
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §15 Modes
+// §16 Modes
 //
-// What a user can ask for. Each mode is a function from the options of §17 to an exit code. Generated text goes to
+// What a user can ask for. Each mode is a function from the options of §18 to an exit code. Generated text goes to
 // stdout, everything else to stderr.
 
 typedef struct {
@@ -4318,7 +4414,7 @@ static int mode_perplexity(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §16 Bench
+// §17 Bench
 //
 // How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain
 // read of as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of
@@ -4366,20 +4462,22 @@ static double measure_read(const uint32_t *buffer, size_t bytes, int n_threads) 
 
 // For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how
 // many operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
-static double kernel_peak(Type type, int n, float *sink) {
+__attribute__((noinline)) static double kernel_peak(Type type, int n, float *sink) {
     enum { CHAINS = 16 };
+#define ROUNDS(chain) \
+    for (int round = 0; round < n; round++) UNROLL for (int i = 0; i < CHAINS; i++) chain
     Floats floats[CHAINS], x = floats_set(*sink);
     Ints ints[CHAINS], q = ints_set((int32_t)*sink);
     UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_set((float)i), ints[i] = ints_set(i);
-    for (int round = 0; round < n; round++) {
-        if (is_quantized(type)) UNROLL for (int i = 0; i < CHAINS; i++) ints[i] = ints_dot_int8(ints[i], q, q);
-        else UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_fma(x, x, floats[i]);
-    }
+    if (is_quantized(type)) ROUNDS(ints[i] = ints_dot_int8(ints[i], q, q));
+    else if (type == BF16) ROUNDS(floats[i] = floats_dot_bf16(floats[i], q, q));
+    else ROUNDS(floats[i] = floats_fma(x, x, floats[i]));
     UNROLL for (int i = 1; i < CHAINS; i++) floats[0] = floats_fma(floats[i], floats_from_ints(ints[i]), floats[0]);
     float lanes[LANES];
     floats_store(lanes, floats[0]);
     *sink = lanes[0];
-    return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : 1);
+    return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : type == BF16 ? 2 : 1);
+#undef ROUNDS
 }
 
 static double measure_peak(Type type, int n_threads) {
@@ -4507,7 +4605,7 @@ static int mode_bench(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §17 Command line
+// §18 Command line
 //
 // One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help
 // read the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
@@ -4833,26 +4931,18 @@ API void lib_matmul(uint32_t format, int rows, int cols, int group, const uint8_
     Model m = {.n_threads = n_threads};
     Matrix matrix = matrix_load(&m, rows, cols, (Source){format_by_id(format), w, scales, group, 0});
     for (int r = 0; back && r < rows; r++) matrix_row(back + (size_t)r * (size_t)cols, &matrix, r);
-    size_t stride = pad((size_t)cols, BLOCK), y_stride = pad((size_t)rows, PANEL), count = (size_t)n;
-    size_t whole = pad(count, STRIP);
-    Activations in = {stride,
-                      n == 1 ? 1 : STRIP,
-                      alloc(count * stride, sizeof(float), "x"),
-                      alloc(whole * stride, 1, "x"),
-                      alloc(whole * stride / BLOCK, sizeof(float), "x"),
-                      alloc(whole * stride / 16, sizeof(int32_t), "x")};
+    size_t y_stride = pad((size_t)rows, PANEL), count = (size_t)n;
+    Activations in = activations_open(&m, n, cols);
+    in.strip = n == 1 ? 1 : STRIP;
     float *out = alloc(count * y_stride, sizeof *out, "y");
     for (int r = 0; r < n; r++) {
-        memcpy(in.f + (size_t)r * stride, x + (size_t)r * (size_t)cols, (size_t)cols * sizeof *x);
-        quantize_row(&in, r, cols);
+        memcpy(in.f + (size_t)r * in.stride, x + (size_t)r * (size_t)cols, (size_t)cols * sizeof *x);
+        prepare_row(&in, r, cols);
     }
 #pragma omp parallel num_threads(n_threads)
     matmul(out, y_stride, &in, n, &matrix);
     for (size_t r = 0; r < count; r++) memcpy(y + r * (size_t)rows, out + r * y_stride, (size_t)rows * sizeof *y);
-    free(in.f);
-    free(in.q);
-    free(in.scale);
-    free(in.sum);
+    activations_free(&in);
     free(out);
     matrix_free(&matrix);
 }
