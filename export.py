@@ -1169,7 +1169,7 @@ def llama2c_tables(file, at, config):
 
 # --- source: GGUF ------------------------------------------------------------------------------------------
 #
-# The library reads the metadata; blocks are taken apart here, as run.c §2 draws them: without loss.
+# The library reads the metadata; blocks are taken apart here, as run.c §8 draws them: without loss.
 
 
 class Format(NamedTuple):

@@ -11,7 +11,7 @@
    MAP. The sections stand bottom-up: each calls only those above it.
 
        §1  basics         errors, memory, files, the Reader through which every byte of a file passes
-       §2  number formats how weights lie in memory; how activations become int8
+       §2  number formats how weights lie in memory; how activations become int8 and bf16
        §3  model          Config, Matrix, Layer, Model
        §4  kernels        the matrix product: one shape of loop for every type and every instruction set
        §5  layers         rmsnorm, softmax, rope, swiglu: the small functions of the papers
@@ -24,12 +24,15 @@
        §12 tokenizer      text to token ids and back
        §13 vocabularies   the tokenizers of both kinds of file
        §14 sampler        logits to the next token
-       §15 chat           (to come) templates: roles to ids
-       §16 modes          generate, tokenize, info, perplexity
-       §17 bench          speed, beside the limits of the machine
-       §18 command line   one table of options drives parsing and help
+       §15 chat templates roles to ids
+       §16 terminal       a line to type into
+       §17 generation     the loop: prompt in, text out
+       §18 inspection     tokenize, info, perplexity
+       §19 chat           a conversation, its commands and its file
+       §20 bench          speed, beside the limits of the machine
+       §21 command line   one table of options drives parsing, help and man page
 
-   In a hurry? Read §3 (what a model is), §7 (what it computes) and §16 (the loop around it). §2 to §7 are the engine;
+   In a hurry? Read §3 (what a model is), §7 (what it computes) and §17 (the loop around it). §2 to §7 are the engine;
    what follows reads files and talks to people.
 
    LEGEND. The same names stand in the code, the tests and the documents:
@@ -59,6 +62,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <math.h>
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -70,9 +74,11 @@
 #include <stdlib.h>
 #include <stdnoreturn.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -779,8 +785,7 @@ static void model_free(Model *m) {
 // result is the same for 1 row or 500, and on every instruction set.
 //
 // A Floats or Ints is a vector register of LANES outputs. What is done with them is written down first in plain C; an
-// instruction set replaces these primitives one by one, and nothing else. This is the only place of the file with code
-// for a particular processor.
+// instruction set replaces these primitives, and nothing else: only here is code for a particular processor.
 
 // a * b + c, rounded once. A build for x86 processors without FMA rounds twice (doc/numerics.md).
 static inline float fma1(float a, float b, float c) {
@@ -991,7 +996,7 @@ static inline size_t vector_offset(int v, size_t panel) {
 // would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
 typedef struct {
     size_t steps;    // how far ahead
-    int turn, tiles; // each asks for every tiles-th block, this one beginning with number `turn`
+    int turn, tiles; // each asks for every tiles-th block, and this one begins `turn` blocks later than the first
 } Ahead;
 
 static inline Ahead look_ahead(int row, int tile_rows, int n_rows, size_t steps_of_panels) {
@@ -1073,8 +1078,9 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type
             if (turn == 0) EACH_VECTOR {
                     for (int i = 0; i < block / step_columns(type); i++)
                         __builtin_prefetch(step + vector_offset(v, panel) + (ahead.steps + (size_t)i) * PANEL);
-                    __builtin_prefetch((const char *)w->scales +
-                                       (scale_at + vector_offset(v, scales_panel) + scales_ahead) * scale_bytes(w));
+                    size_t at = (scale_at + vector_offset(v, scales_panel) + scales_ahead) * scale_bytes(w);
+                    __builtin_prefetch((const char *)w->scales + at);
+                    if (w->mins) __builtin_prefetch((const char *)w->mins + at);
                 }
             const int which = type == I4 ? START_INT4 : block == 32 ? START_ALL : k / 16 % 2 ? START_LAST : START_FIRST;
             Ints dot[TILE_ROWS][TILE_VECTORS];
@@ -2503,7 +2509,7 @@ static void gguf_load(Model *m, Gguf *g) {
 // §10 Checkpoints
 //
 // llama2.c's own files, the flat checkpoint that continues them, and how to tell what a file is. A loader reads the
-// header, checks that the file is exactly as long as it implies, and hands each matrix to §3.
+// header, checks that the file is exactly as long as it implies, and hands each matrix to §8.
 
 // --- llama2.c checkpoints, versions 0, 1 and 2
 //
@@ -3938,17 +3944,529 @@ static int sampler_pick(Sampler *s, const float *logits, const int *history, int
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §16 Modes
+// §15 Chat templates
 //
-// What a user can ask for. Each mode is a function from the options of §18 to an exit code. Generated text goes to
-// stdout, everything else to stderr.
+// A chat model was trained on conversations in one written form, its template: marks around each message that say whose
+// turn it is. Here messages go straight to ids. Marks are special pieces, put in by their ids; what a person wrote is
+// ordinary text, and never searched for marks (nobody may end their turn and go on as somebody else).
+//
+//     ChatML     <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n
+//     Llama 3    <|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>
+//     Llama 2    [INST] Hello [/INST] Hi </s>
+//
+// A file carries its template as a program in jinja2. That is a language of its own; we recognise the template by the
+// marks in its text, and render it ourselves.
+
+typedef enum { SYSTEM, USER, ASSISTANT } Role;
+
+static const char *role_name(Role role) {
+    static const char *const names[] = {"system", "user", "assistant"};
+    return names[role];
+}
 
 typedef struct {
-    const char *checkpoint, *tokenizer, *mode, *prompt, *file, *kv;
+    Role role;
+    char *text;
+    size_t len;
+} Message;
+
+typedef enum { PLAIN_TEXT, LLAMA_2, LLAMA_3, CHATML, MISTRAL, ZEPHYR, N_TEMPLATES } TemplateKind;
+
+static const char *const template_names[N_TEMPLATES] = {"plain", "llama-2", "llama-3", "chatml", "mistral", "zephyr"};
+
+typedef struct {
+    TemplateKind kind;
+    const char *system;  // ChatML: what the system says where nobody says otherwise; not terminated
+    size_t system_len;   // 0: nothing
+    bool dated;          // Llama 3.1 and later: the system prompt has two dates
+    bool thinks, silent; // Qwen 3: answers may begin with <think>; it is asked not to
+} Template;
+
+// ChatML: the default system prompt, a literal in the template between the mark of a system message and that of its end.
+static void template_find_system(Template *t, const char *source) {
+    static const char begin[] = "<|im_start|>system", end[] = "<|im_end|>";
+    for (const char *at = source; (at = strstr(at, begin)) != NULL;) {
+        at += sizeof begin - 1;
+        const char *text = !strncmp(at, "\\n", 2) ? at + 2 : *at == '\n' ? at + 1 : NULL;
+        const char *stop = text ? strstr(text, end) : NULL;
+        if (!stop || strcspn(text, "'\"{}") < (size_t)(stop - text)) continue;
+        t->system = text;
+        t->system_len = (size_t)(stop - text);
+        return;
+    }
+}
+
+static TemplateKind template_by_name(const char *name) {
+    for (int kind = 0; kind < N_TEMPLATES; kind++)
+        if (!strcmp(name, template_names[kind])) return (TemplateKind)kind;
+    die_usage("--template: expected plain, llama-2, llama-3, chatml, mistral or zephyr, got '%s'", name);
+}
+
+// The template of --template NAME, else the one in the file. `source`: the file's jinja2 text, or NULL.
+static Template template_choose(const char *name, const char *source, const char *path) {
+    Template t = {0};
+    const char *s = source ? source : "";
+    bool has_inst = strstr(s, "[INST]") != NULL;
+    if (strstr(s, "<|start_header_id|>")) t.kind = LLAMA_3;
+    else if (strstr(s, "<|im_start|>") && !strstr(s, "reasoning_mode")) t.kind = CHATML;
+    else if (has_inst && strstr(s, "<<SYS>>")) t.kind = LLAMA_2;
+    else if (has_inst) t.kind = MISTRAL;
+    else if (strstr(s, "<|user|>") && strstr(s, "eos_token") && !strstr(s, "<|end|>")) t.kind = ZEPHYR;
+    else if (!name && source)
+        die("%s: unknown chat template: choose one with --template NAME (run -h lists them)", path);
+    else if (!name) fprintf(stderr, "run: note: %s has no chat template: it goes on with the text as it is\n", path);
+    if (name) {
+        TemplateKind kind = template_by_name(name);
+        if (kind != t.kind) s = ""; // what the file says is about another one
+        t.kind = kind;
+    }
+    t.dated = strstr(s, "Cutting Knowledge Date") != NULL;
+    t.thinks = strstr(s, "enable_thinking") != NULL;
+    if (t.kind == CHATML) template_find_system(&t, s);
+    return t;
+}
+
+// Ids in the making. Text waits in `pending` until a mark comes, because neighbouring texts are encoded as one.
+typedef struct {
+    const Tokenizer *tokenizer;
+    Text pending;
+    Ids ids;
+} Prompt;
+
+static void prompt_flush(Prompt *p) {
+    tokenizer_encode(p->tokenizer, p->pending.data, p->pending.len, false, &p->ids);
+    p->pending.len = 0;
+}
+
+static void prompt_id(Prompt *p, int id) {
+    prompt_flush(p);
+    if (id >= 0) ids_append(&p->ids, id);
+}
+
+static void prompt_string(Prompt *p, const char *s) {
+    text_append(&p->pending, s, strlen(s));
+}
+
+// The id of a special piece, or -1.
+static int special_id(const Tokenizer *t, const char *name) {
+    for (int i = 0; i < t->n_specials; i++) {
+        const Piece *piece = &t->pieces[t->specials[i]];
+        if ((size_t)piece->len == strlen(name) && !memcmp(piece->text, name, strlen(name))) return t->specials[i];
+    }
+    return -1;
+}
+
+// A mark: its id, or its letters where the vocabulary has no such piece.
+static void prompt_mark(Prompt *p, const char *name) {
+    int id = special_id(p->tokenizer, name);
+    if (id >= 0) prompt_id(p, id);
+    else prompt_string(p, name);
+}
+
+static Message message_trimmed(Message m) {
+    while (m.len > 0 && isspace((unsigned char)m.text[m.len - 1])) m.len--;
+    while (m.len > 0 && isspace((unsigned char)*m.text)) m.text++, m.len--;
+    return m;
+}
+
+static void prompt_message(Prompt *p, Message m) {
+    text_append(&p->pending, m.text, m.len);
+}
+
+// </s>, which ends an answer of Llama 2 and its kin; a vocabulary without such a name has a stop token that is not BOS.
+static void prompt_end_of_text(Prompt *p) {
+    const Tokenizer *t = p->tokenizer;
+    int id = special_id(t, "</s>");
+    for (int i = 0; i < t->n_stop_ids && id < 0; i++)
+        if (t->stop_ids[i] != t->bos) id = t->stop_ids[i];
+    prompt_id(p, id);
+}
+
+static void render_chatml(Prompt *p, const Template *t, Message m) {
+    prompt_mark(p, "<|im_start|>");
+    prompt_string(p, role_name(m.role));
+    prompt_string(p, "\n");
+    // What an earlier answer thought is not repeated.
+    for (char *end; m.role == ASSISTANT && t->thinks && (end = memmem(m.text, m.len, "</think>", 8)) != NULL;) {
+        end += 8;
+        while (end < m.text + m.len && *end == '\n') end++;
+        m.len -= (size_t)(end - m.text);
+        m.text = end;
+    }
+    prompt_message(p, m);
+    prompt_mark(p, "<|im_end|>");
+    prompt_string(p, "\n");
+}
+
+static void render_llama3(Prompt *p, const Template *t, Message m) {
+    prompt_mark(p, "<|start_header_id|>");
+    prompt_string(p, role_name(m.role));
+    prompt_mark(p, "<|end_header_id|>");
+    prompt_string(p, "\n\n");
+    if (m.role == SYSTEM && t->dated)
+        prompt_string(p, "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n");
+    prompt_message(p, message_trimmed(m));
+    prompt_mark(p, "<|eot_id|>");
+}
+
+// Llama 2 and Mistral have no role for the system: it speaks at the beginning of the first message of the user.
+static void render_inst(Prompt *p, const Template *t, Message system, Message m, bool first) {
+    bool llama = t->kind == LLAMA_2, marks = special_id(p->tokenizer, "[INST]") >= 0;
+    if (m.role == ASSISTANT) {
+        if (llama || marks) prompt_string(p, " ");
+        prompt_message(p, llama ? message_trimmed(m) : m);
+        if (llama) prompt_string(p, " ");
+        prompt_end_of_text(p);
+        return;
+    }
+    if (llama && !first) prompt_id(p, p->tokenizer->bos);
+    Text said = {0}; // by the system, and by the user
+    if (first && system.len) {
+        if (llama) text_append(&said, "<<SYS>>\n", 8);
+        text_append(&said, system.text, system.len);
+        if (llama) text_append(&said, "\n<</SYS>>", 9);
+        text_append(&said, "\n\n", 2);
+    }
+    text_append(&said, m.text, m.len);
+    Message all = {USER, said.data, said.len};
+    prompt_mark(p, "[INST]");
+    prompt_string(p, " ");
+    prompt_message(p, llama ? message_trimmed(all) : all);
+    if (!marks || llama) prompt_string(p, " ");
+    prompt_mark(p, "[/INST]");
+    free(said.data);
+}
+
+static void render_zephyr(Prompt *p, Message m) {
+    prompt_string(p, "<|");
+    prompt_string(p, role_name(m.role));
+    prompt_string(p, "|>\n");
+    prompt_message(p, m);
+    prompt_end_of_text(p);
+    prompt_string(p, "\n");
+}
+
+// A conversation as ids, up to where the assistant's next answer begins.
+static Ids template_render(const Template *t, const Tokenizer *tokenizer, const Message *messages, int n) {
+    Prompt p = {.tokenizer = tokenizer};
+    Message none = {SYSTEM, NULL, 0}, fallback = {SYSTEM, (char *)t->system, t->system_len};
+    bool has_system = n > 0 && messages[0].role == SYSTEM, inst = t->kind == LLAMA_2 || t->kind == MISTRAL;
+    Message system = has_system ? messages[0] : none;
+    if (tokenizer->bos >= 0 && (tokenizer->add_bos || inst || t->kind == LLAMA_3)) prompt_id(&p, tokenizer->bos);
+    if (t->kind == CHATML && !has_system && t->system_len) render_chatml(&p, t, fallback);
+    if (t->kind == LLAMA_3 && !has_system && t->dated) render_llama3(&p, t, none);
+    for (int i = 0; i < n; i++) {
+        Message m = messages[i];
+        if (t->kind == CHATML) render_chatml(&p, t, m);
+        if (t->kind == LLAMA_3) render_llama3(&p, t, m);
+        if (t->kind == ZEPHYR) render_zephyr(&p, m);
+        if (t->kind == PLAIN_TEXT) prompt_message(&p, m);
+        if (inst && m.role != SYSTEM) render_inst(&p, t, system, m, i == (has_system ? 1 : 0));
+    }
+    if (t->kind == CHATML) {
+        prompt_mark(&p, "<|im_start|>");
+        prompt_string(&p, t->thinks && t->silent ? "assistant\n<think>\n\n</think>\n\n" : "assistant\n");
+    } else if (t->kind == LLAMA_3) {
+        prompt_mark(&p, "<|start_header_id|>");
+        prompt_string(&p, "assistant");
+        prompt_mark(&p, "<|end_header_id|>");
+        prompt_string(&p, "\n\n");
+    } else if (t->kind == ZEPHYR) prompt_string(&p, "<|assistant|>\n");
+    prompt_flush(&p);
+    free(p.pending.data);
+    return p.ids;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §16 Terminal
+//
+// Reading a message from a person. The terminal is put into raw mode, where it hands over each key at once and draws
+// nothing itself; we keep the line and draw it anew after each key, on one row of the screen, the part around the cursor
+// where it is longer. A block of text that is pasted comes between two marks (bracketed paste), so that its line breaks
+// are text. Ref: ECMA-48 for the sequences.
+
+static struct termios terminal_before; // to be restored, whatever happens
+static bool terminal_is_raw;
+
+static void terminal_restore(void) {
+    if (!terminal_is_raw) return;
+    terminal_is_raw = false;
+    tcsetattr(STDIN_FILENO, TCSADRAIN, &terminal_before);
+    fputs("\033[?2004l", stderr); // no more bracketed paste
+}
+
+static void on_end_signal(int number) { // ends the process as this signal does, but leaves the terminal as it was
+    tcsetattr(STDIN_FILENO, TCSADRAIN, &terminal_before);
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+static void terminal_raw(void) {
+    static bool registered;
+    if (tcgetattr(STDIN_FILENO, &terminal_before)) return;
+    if (!registered) {
+        atexit(terminal_restore);
+        signal(SIGTERM, on_end_signal);
+        signal(SIGHUP, on_end_signal);
+    }
+    registered = true;
+    struct termios raw = terminal_before;
+    raw.c_iflag &= (tcflag_t) ~(ICRNL | IXON);
+    raw.c_lflag &= (tcflag_t) ~(ECHO | ICANON | ISIG | IEXTEN);
+    tcsetattr(STDIN_FILENO, TCSADRAIN, &raw);
+    terminal_is_raw = true;
+    fputs("\033[?2004h", stderr);
+}
+
+// Columns that a character takes on the screen: 0 for marks above others, 2 for East Asian characters and emoji.
+static int character_width(uint32_t c) {
+    static const uint32_t zero[][2] = {
+        {0x300, 0x36f}, {0x1ab0, 0x1aff}, {0x200b, 0x200f}, {0x20d0, 0x20ff}, {0xfe00, 0xfe0f}};
+    static const uint32_t wide[][2] = {{0x1100, 0x115f},   {0x2e80, 0x303e},   {0x3041, 0xa4cf},   {0xac00, 0xd7a3},
+                                       {0xf900, 0xfaff},   {0xfe30, 0xfe6f},   {0xff00, 0xff60},   {0xffe0, 0xffe6},
+                                       {0x1f300, 0x1f64f}, {0x1f680, 0x1f6ff}, {0x1f900, 0x1f9ff}, {0x20000, 0x3fffd}};
+    for (size_t i = 0; i < sizeof zero / sizeof *zero; i++)
+        if (c >= zero[i][0] && c <= zero[i][1]) return 0;
+    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
+        if (c >= wide[i][0] && c <= wide[i][1]) return 2;
+    return 1;
+}
+
+typedef struct {
+    Text text;
+    size_t cursor;        // byte in front of which the next character goes
+    const char *label;    // what stands in front of the line
+    Text *history;        // [n_history] earlier messages
+    int n_history, shown; // which of them is shown; n_history: none
+} Line;
+
+// The character that begins (direction 1) or ends (-1) at a byte: how many bytes it has. 0: there is none.
+static size_t line_step(const Line *l, size_t at, int direction) {
+    if (direction > 0) return at < l->text.len ? (size_t)max_int(1, utf8_scan(l->text.data + at, l->text.len - at)) : 0;
+    size_t n = 0;
+    while (at > n && (l->text.data[at - ++n] & 0xc0) == 0x80 && n < 4) {
+    }
+    return n;
+}
+
+// What one character looks like goes to `out` (or nowhere): itself, or a sign for a line break or other control
+// character. Returns its width.
+static int line_glyph(const Line *l, size_t at, size_t n, Text *out) {
+    unsigned char c = (unsigned char)l->text.data[at];
+    if (out && c == '\n') text_append(out, "\xe2\x86\xb5", 3); // an arrow
+    else if (out && (c < 32 || c == 127)) text_append(out, "?", 1);
+    else if (out) text_append(out, l->text.data + at, n);
+    return n > 1 ? character_width(utf8_decode(l->text.data + at, (int)n)) : 1;
+}
+
+static void line_draw(const Line *l) {
+    struct winsize size = {0};
+    int columns = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) || size.ws_col < 20 ? 80 : size.ws_col;
+    int room = columns - (int)strlen(l->label) - 1, width = 0;
+    size_t from = l->cursor;
+    for (size_t n; (n = line_step(l, from, -1)) > 0; from -= n) { // as much in front of the cursor as there is room for
+        int w = line_glyph(l, from - n, n, NULL);
+        if (width + w > room) break;
+        width += w;
+    }
+    int column = (int)strlen(l->label) + width;
+    width = 0;
+    Text out = {0};
+    text_append(&out, "\r", 1);
+    text_append(&out, l->label, strlen(l->label));
+    for (size_t at = from, n; (n = line_step(l, at, 1)) > 0; at += n) {
+        Text glyph = {0};
+        int w = line_glyph(l, at, n, &glyph);
+        bool fits = width + w <= room;
+        if (fits) text_append(&out, glyph.data, glyph.len);
+        free(glyph.data);
+        if (!fits) break;
+        width += w;
+    }
+    char move[40];
+    text_append(&out, move, (size_t)snprintf(move, sizeof move, "\033[K\r\033[%dC", column));
+    fwrite(out.data, 1, out.len, stderr);
+    free(out.data);
+}
+
+static void line_insert(Line *l, const char *bytes, size_t n) {
+    text_append(&l->text, bytes, n); // makes room
+    memmove(l->text.data + l->cursor + n, l->text.data + l->cursor, l->text.len - n - l->cursor);
+    memcpy(l->text.data + l->cursor, bytes, n);
+    l->cursor += n;
+}
+
+static void line_delete(Line *l, size_t from, size_t to) {
+    memmove(l->text.data + from, l->text.data + to, l->text.len - to);
+    l->text.len -= to - from;
+    l->cursor = from;
+}
+
+static bool line_is_space(const Line *l, size_t at) {
+    return isspace((unsigned char)l->text.data[at]);
+}
+
+// Where the word in front of the cursor begins, or the one behind it ends.
+static size_t line_word(const Line *l, int direction) {
+    size_t at = l->cursor;
+    if (direction < 0) {
+        while (at > 0 && line_is_space(l, at - 1)) at--;
+        while (at > 0 && !line_is_space(l, at - 1)) at--;
+    } else {
+        while (at < l->text.len && line_is_space(l, at)) at++;
+        while (at < l->text.len && !line_is_space(l, at)) at++;
+    }
+    return at;
+}
+
+static void line_show_history(Line *l, int which) {
+    if (which < 0 || which > l->n_history) return;
+    l->shown = which;
+    l->text.len = 0;
+    if (which < l->n_history) text_append(&l->text, l->history[which].data, l->history[which].len);
+    l->cursor = l->text.len;
+}
+
+static int read_key(void) {
+    unsigned char c;
+    ssize_t n;
+    do n = read(STDIN_FILENO, &c, 1);
+    while (n < 0 && errno == EINTR);
+    return n == 1 ? c : -1;
+}
+
+// A sequence that began with Escape: CSI, parameters, a final byte; or a letter with Alt.
+static void line_escape(Line *l) {
+    int key = read_key(), final = key;
+    char parameters[16] = "";
+    if (key == '[' || key == 'O')
+        for (size_t n = 0; (final = read_key()) >= 0 && final < '@'; n++)
+            if (n < sizeof parameters - 1) parameters[n] = (char) final;
+    bool word = strchr(parameters, ';') != NULL || key == final; // Ctrl or Alt with an arrow; Alt with a letter
+    if (!strcmp(parameters, "200")) {                            // pasted: text up to the closing mark
+        static const char closing[] = "\033[201~";
+        size_t begin = l->cursor;
+        for (int c; (c = read_key()) >= 0;) {
+            char byte = c == '\r' ? '\n' : (char)c;
+            line_insert(l, &byte, 1);
+            size_t n = sizeof closing - 1;
+            if (l->cursor - begin >= n && !memcmp(l->text.data + l->cursor - n, closing, n)) {
+                line_delete(l, l->cursor - n, l->cursor);
+                break;
+            }
+        }
+        return;
+    }
+    if (final == 'A') line_show_history(l, l->shown - 1);
+    if (final == 'B') line_show_history(l, l->shown + 1);
+    if (final == 'C') l->cursor = word ? line_word(l, 1) : l->cursor + line_step(l, l->cursor, 1);
+    if (final == 'D') l->cursor = word ? line_word(l, -1) : l->cursor - line_step(l, l->cursor, -1);
+    if (final == 'f') l->cursor = line_word(l, 1);
+    if (final == 'b') l->cursor = line_word(l, -1);
+    bool home = !strcmp(parameters, "1") || !strcmp(parameters, "7");
+    bool end = !strcmp(parameters, "4") || !strcmp(parameters, "8");
+    if (final == 'H' || (final == '~' && home)) l->cursor = 0;
+    if (final == 'F' || (final == '~' && end)) l->cursor = l->text.len;
+    if (final == '~' && !strcmp(parameters, "3")) line_delete(l, l->cursor, l->cursor + line_step(l, l->cursor, 1));
+}
+
+// One key. Returns true while the line goes on.
+static bool line_key(Line *l, int key) {
+    char byte = (char)key;
+    switch (key) {
+    case '\r':
+    case '\n':
+        if (!l->text.len || l->text.data[l->text.len - 1] != '\\') return false;
+        l->text.data[l->text.len - 1] = '\n'; // a backslash at the end: the message goes on
+        l->cursor = l->text.len;
+        break;
+    case 1: l->cursor = 0; break;                                                     // Ctrl-A
+    case 5: l->cursor = l->text.len; break;                                           // Ctrl-E
+    case 2: l->cursor -= line_step(l, l->cursor, -1); break;                          // Ctrl-B
+    case 6: l->cursor += line_step(l, l->cursor, 1); break;                           // Ctrl-F
+    case 11: l->text.len = l->cursor; break;                                          // Ctrl-K
+    case 21: line_delete(l, 0, l->cursor); break;                                     // Ctrl-U
+    case 23: line_delete(l, line_word(l, -1), l->cursor); break;                      // Ctrl-W
+    case 12: fputs("\033[H\033[2J", stderr); break;                                   // Ctrl-L
+    case 16: line_show_history(l, l->shown - 1); break;                               // Ctrl-P
+    case 14: line_show_history(l, l->shown + 1); break;                               // Ctrl-N
+    case 4: line_delete(l, l->cursor, l->cursor + line_step(l, l->cursor, 1)); break; // Ctrl-D
+    case 8:
+    case 127: line_delete(l, l->cursor - line_step(l, l->cursor, -1), l->cursor); break; // Backspace
+    case 27: line_escape(l); break;
+    default:
+        if (key >= 32 || key == '\t') line_insert(l, &byte, 1);
+    }
+    return true;
+}
+
+// Whether more has been typed than was read: then drawing can wait.
+static bool keys_wait(void) {
+    struct pollfd stdin_poll = {STDIN_FILENO, POLLIN, 0};
+    return poll(&stdin_poll, 1, 0) > 0;
+}
+
+typedef enum { READ_MESSAGE, READ_INTERRUPT, READ_END } ReadResult;
+
+// A message from the terminal, with editing. History grows by it.
+static ReadResult line_read(Line *l) {
+    terminal_raw();
+    l->text.len = l->cursor = 0;
+    l->shown = l->n_history;
+    ReadResult result = READ_MESSAGE;
+    line_draw(l);
+    for (int key; result == READ_MESSAGE;) {
+        key = read_key();
+        if (key < 0 || (key == 4 && !l->text.len)) result = READ_END;
+        else if (key == 3) result = READ_INTERRUPT;
+        else if (!line_key(l, key)) break;
+        if (!keys_wait()) line_draw(l);
+    }
+    l->cursor = l->text.len;
+    line_draw(l);
+    terminal_restore();
+    fputs("\n", stderr);
+    if (result != READ_MESSAGE || !l->text.len) return result;
+    Text *grown = realloc(l->history, (size_t)(l->n_history + 1) * sizeof *grown);
+    if (!grown) die("out of memory: history");
+    l->history = grown;
+    l->history[l->n_history] = (Text){0};
+    text_append(&l->history[l->n_history++], l->text.data, l->text.len);
+    return result;
+}
+
+// A message from a pipe or file: a line of any length; a backslash at its end continues it.
+static ReadResult line_read_plain(Line *l) {
+    l->text.len = 0;
+    for (int c; (c = getchar()) != EOF;) {
+        char byte = (char)c;
+        if (c == '\n' && l->text.len && l->text.data[l->text.len - 1] == '\r') l->text.len--; // of a file from Windows
+        bool continued = l->text.len && l->text.data[l->text.len - 1] == '\\';
+        if (c == '\n' && !continued) return READ_MESSAGE;
+        if (c == '\n') l->text.len--;
+        text_append(&l->text, &byte, 1);
+    }
+    return l->text.len ? READ_MESSAGE : READ_END;
+}
+
+static void line_free(Line *l) {
+    for (int i = 0; i < l->n_history; i++) free(l->history[i].data);
+    free(l->history);
+    free(l->text.data);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §17 Generation
+//
+// From here on: what a user can ask for. Each mode is a function from the options of §21 to an exit code. Generated text
+// goes to stdout, everything else to stderr.
+
+typedef struct {
+    const char *checkpoint, *tokenizer, *mode, *prompt, *file, *kv, *system, *template, *session;
     double temperature, top_p, min_p, repeat_penalty;
     int top_k, n_tokens, context, threads, chunk, window, stride;
     uint64_t seed;
-    bool seed_given, no_bos, special, stats, json, help, version;
+    bool seed_given, no_bos, special, stats, json, think, no_think, help, man, version;
     const char **stops;
     int n_stops;
 } Options;
@@ -4060,16 +4578,26 @@ static void engine_free(Engine *e) {
     model_free(e->model);
 }
 
+// On a terminal, where reading a prompt takes more than a second: how far it is. The line goes when all is done.
+static void show_progress(int done, int n, double start) {
+    if (seconds() - start < 1 || !isatty(STDERR_FILENO)) return;
+    if (done < n) fprintf(stderr, "\rreading the prompt: %d of %d tokens", done, n);
+    else fprintf(stderr, "\r\033[K");
+    fflush(stderr);
+}
+
 // Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0].
 // Returns how many were run: fewer where Ctrl-C came.
 static int prefill(Session *s, const int *ids, int n, int pos, int seq) {
     Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
+    double start = seconds();
     int done = 0;
     while (done < n && !interrupted) {
         int count = min_int(n - done, s->max_rows);
         for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
         forward(s, rows, count);
         done += count;
+        show_progress(done, n, start);
     }
     free(rows);
     return done;
@@ -4082,6 +4610,8 @@ typedef struct {
     const Options *options;
     Text held;
     bool stopped;
+    bool quiet; // nothing is printed
+    Text *text; // also goes here
 } Output;
 
 // Print what can be printed; `last`: nothing more will come, so nothing waits.
@@ -4099,7 +4629,8 @@ static void output_flush(Output *o, bool last) {
             if (k <= o->held.len && !memcmp(o->held.data + o->held.len - k, stop, k)) hold = k;
     }
     if (!o->stopped && !last) n -= hold;
-    write_out(o->held.data, n);
+    if (!o->quiet) write_out(o->held.data, n);
+    text_append(o->text, o->held.data, n);
     o->held.len -= n;
     if (o->held.len) memmove(o->held.data, o->held.data + n, o->held.len);
 }
@@ -4107,7 +4638,8 @@ static void output_flush(Output *o, bool last) {
 typedef struct {
     double start, prefilled, first; // when the prompt began to run, had run, and when the first token was there
     double *latency;                // [n] seconds from token to token
-    int n, n_prompt, n_made;
+    int n, n_prompt, n_made;        // latencies; tokens of the prompt that were run, and of the answer
+    int n_kept;                     // tokens of the answer that are in the text: the stop token is not
 } Timing;
 
 static int compare_doubles(const void *a, const void *b) {
@@ -4150,39 +4682,108 @@ static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
     fprintf(stderr, "seed             %llu\n", (unsigned long long)seed);
 }
 
-// The autoregressive loop: sample a token from the logits, print it, run it through the model. Returns the exit code.
-static int generate_tokens(Engine *e, const Options *o, Ids *ids, Sampler *sampler, int max_new, Timing *timing) {
+typedef enum { FINISH_STOP, FINISH_LENGTH, FINISH_INTERRUPTED } Finish;
+
+// What is to be generated, and what was.
+typedef struct {
+    Ids *ids; // the prompt; the answer is appended
+    int from; // so many of them are in the cache already
+    int max_new;
+    bool quiet;
+    Text text; // the answer
+    int n_cached;
+    Finish finish;
+    Timing timing;
+} Generation;
+
+// The autoregressive loop: sample a token from the logits, print it, run it through the model.
+static void generate_tokens(Engine *e, const Options *o, Sampler *sampler, Generation *g) {
     Session *s = e->session;
-    Output out = {.options = o};
+    Ids *ids = g->ids;
+    Timing *timing = &g->timing;
+    Output out = {.options = o, .quiet = g->quiet, .text = &g->text};
     Decoder decoder = {.after_bos = ids->len == 1 && ids->id[0] == e->tokenizer->bos};
-    int made = 0;
     double last = timing->start;
-    timing->n_prompt = prefill(s, ids->id, ids->len, 0, 0);
+    timing->n_prompt = prefill(s, ids->id + g->from, ids->len - g->from, g->from, 0);
     timing->prefilled = seconds();
-    while (!interrupted && made < max_new) {
+    g->n_cached = g->from + timing->n_prompt;
+    g->finish = FINISH_LENGTH;
+    while (!interrupted && timing->n_made < g->max_new) {
         int id = sampler_pick(sampler, s->logits, ids->id, ids->len);
         if (id < 0)
             die("%s: the logits at position %d are not finite numbers: the weights are broken", o->checkpoint,
                 ids->len - 1);
         double now = seconds();
-        if (made++ == 0) timing->first = now;
+        if (timing->n_made++ == 0) timing->first = now;
         else timing->latency[timing->n++] = now - last;
         last = now;
-        if (tokenizer_stops(e->tokenizer, id)) break;
+        if (tokenizer_stops(e->tokenizer, id)) {
+            g->finish = FINISH_STOP;
+            break;
+        }
         decoder_push(&decoder, e->tokenizer, id, &out.held);
         output_flush(&out, false);
         ids_append(ids, id);
-        if (out.stopped || interrupted || made == max_new) break;
+        timing->n_kept++;
+        if (out.stopped || interrupted || timing->n_made == g->max_new) break;
         forward(s, &(Row){id, ids->len - 1, 0, true}, 1);
+        g->n_cached++;
     }
-    if (!out.stopped) {
+    if (out.stopped) g->finish = FINISH_STOP;
+    else {
         decoder_flush(&decoder, &out.held);
         output_flush(&out, true);
     }
-    write_out("\n", 1);
-    timing->n_made = made;
+    if (interrupted) g->finish = FINISH_INTERRUPTED;
     free(out.held.data);
-    return interrupted ? 130 : 0;
+}
+
+// A text as a JSON string. Bytes that are no UTF-8 become U+FFFD.
+static void print_json_string(const char *text, size_t n) {
+    putchar('"');
+    for (size_t i = 0; i < n;) {
+        unsigned char c = (unsigned char)text[i];
+        int len = utf8_scan(text + i, n - i);
+        if (len <= 0) printf("\\ufffd");
+        else if (c == '"' || c == '\\') printf("\\%c", c);
+        else if (c == '\n') printf("\\n");
+        else if (c < 32) printf("\\u%04x", c);
+        else fwrite(text + i, 1, (size_t)len, stdout);
+        i += (size_t)max_int(1, len);
+    }
+    putchar('"');
+}
+
+// --json: one object on one line.
+static void print_json(const Options *o, const Engine *e, const Generation *g, uint64_t seed) {
+    static const char *const reasons[] = {"stop", "length", "interrupt"};
+    const Timing *t = &g->timing;
+    printf("{\"text\": ");
+    print_json_string(g->text.data, g->text.len);
+    printf(", \"ids\": [");
+    for (int i = 0; i < t->n_kept; i++) printf(i ? ", %d" : "%d", g->ids->id[g->ids->len - t->n_kept + i]);
+    printf("], \"finish_reason\": \"%s\"", reasons[g->finish]);
+    if (o->stats) {
+        double total = 0;
+        for (int i = 0; i < t->n; i++) total += t->latency[i];
+        printf(", \"seed\": %llu, \"threads\": %d, \"load_seconds\": %.4f, \"prompt_tokens\": %d, \"prefill_seconds\": "
+               "%.6f",
+               (unsigned long long)seed, e->n_threads, e->load_seconds, t->n_prompt, t->prefilled - t->start);
+        if (t->n_made) printf(", \"first_token_seconds\": %.6f", t->first - t->start);
+        printf(", \"decoded_tokens\": %d, \"decode_seconds\": %.6f, \"peak_memory_mib\": %.1f", t->n, total,
+               peak_memory_mib());
+    }
+    printf("}\n");
+    write_out("", 0);
+}
+
+static uint64_t choose_seed(const Options *o) {
+    uint64_t clock = (uint64_t)(seconds() * 1e9) ^ (uint64_t)getpid() << 32 ^ (uint64_t)time(NULL);
+    return o->seed_given ? o->seed : clock;
+}
+
+static Sampling choose_sampling(const Options *o) {
+    return (Sampling){(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
 }
 
 static int mode_generate(const Options *o) {
@@ -4198,25 +4799,33 @@ static int mode_generate(const Options *o) {
     if (ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", ids.len, n_ctx);
     e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, 1, min_int(o->chunk, ids.len), 1, e.n_threads);
     // The token made last needs no position. llama2.c counts the prompt's tokens as steps, all but BOS.
-    int room = n_ctx - ids.len + 1, wanted = o->n_tokens - (e.model->counts_prompt ? ids.len - 1 : 0);
-    int max_new = o->n_tokens ? max_int(0, min_int(wanted, room)) : room;
-    uint64_t seed =
-        o->seed_given ? o->seed : (uint64_t)(seconds() * 1e9) ^ (uint64_t)getpid() << 32 ^ (uint64_t)time(NULL);
-    Sampling sampling = {(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
-    Sampler *sampler = sampler_open(sampling, seed, e.model->config.vocab_size);
+    int room = n_ctx - ids.len + 1, n_tokens = o->n_tokens < 0 ? 256 : o->n_tokens;
+    int wanted = n_tokens - (e.model->counts_prompt ? ids.len - 1 : 0);
+    Generation g = {.ids = &ids, .max_new = n_tokens ? max_int(0, min_int(wanted, room)) : room, .quiet = o->json};
+    uint64_t seed = choose_seed(o);
+    Sampler *sampler = sampler_open(choose_sampling(o), seed, e.model->config.vocab_size);
     catch_interrupt();
-    size_t most = (size_t)max_new + 1;
-    Timing timing = {.start = seconds(), .latency = alloc_pages(most, sizeof(double), "statistics")};
-    write_out(prompt.data, prompt.len);
-    int status = generate_tokens(&e, o, &ids, sampler, max_new, &timing);
-    if (o->stats) print_stats(&e, &timing, seed);
-    free_pages(timing.latency, most, sizeof(double));
+    size_t most = (size_t)g.max_new + 1;
+    double *latency = alloc_pages(most, sizeof *latency, "statistics");
+    g.timing = (Timing){.start = seconds(), .latency = latency};
+    if (!o->json) write_out(prompt.data, prompt.len);
+    generate_tokens(&e, o, sampler, &g);
+    if (o->json) print_json(o, &e, &g, seed);
+    else write_out("\n", 1);
+    if (o->stats && !o->json) print_stats(&e, &g.timing, seed);
+    free_pages(latency, most, sizeof *latency);
+    free(g.text.data);
     free(ids.id);
     free(prompt.data);
     sampler_free(sampler);
     engine_free(&e);
-    return status;
+    return g.finish == FINISH_INTERRUPTED ? 130 : 0;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §18 Inspection
+//
+// What a text is to a tokenizer, what a checkpoint holds, and how well a model knows a text.
 
 // --- tokenize: the ids of a text, on one line
 
@@ -4394,7 +5003,7 @@ static int mode_perplexity(const Options *o) {
     bool bos = e.tokenizer->add_bos && !o->no_bos;
     int begin = bos ? 0 : 1, scored = begin, n = ids.len;
     if (n <= begin) die("perplexity: expected a text of at least %d tokens, got %d", begin + 1, n);
-    if (o->n_tokens) n = min_int(n, begin + o->n_tokens);
+    if (o->n_tokens > 0) n = min_int(n, begin + o->n_tokens);
     e.session =
         session_open(e.model, choose_kv_type(o, e.model), window, 1, PERPLEXITY_ROWS, PERPLEXITY_ROWS, e.n_threads);
     catch_interrupt();
@@ -4414,22 +5023,373 @@ static int mode_perplexity(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §17 Bench
+// §19 Chat
+//
+// A conversation: messages in, answers out. For every answer the whole conversation is rendered to ids (§15); of these
+// the cache already holds a common prefix, and only what follows is run through the model. So a turn costs its own
+// tokens, whatever was changed (a new system prompt, a turn taken back) costs what comes after it, and there is no other
+// state to keep in step.
+
+typedef struct {
+    Engine *engine;
+    const Options *options;
+    Template template;
+    Sampler *sampler;
+    Message *messages;
+    int n_messages;
+    Ids cached; // the ids whose keys and values the cache holds
+    Timing timing;
+    uint64_t seed;
+    bool colours; // on standard error
+} Chat;
+
+// A remark for the person, dim on a terminal.
+__attribute__((format(printf, 2, 3))) static void chat_say(const Chat *c, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    if (c->colours) fputs("\033[2m", stderr);
+    vfprintf(stderr, format, arguments);
+    if (c->colours) fputs("\033[0m", stderr);
+    fputs("\n", stderr);
+    va_end(arguments);
+}
+
+static void chat_append(Chat *c, Role role, const char *text, size_t len) {
+    Message *grown = realloc(c->messages, (size_t)(c->n_messages + 1) * sizeof *grown);
+    char *copy = malloc(len + 1);
+    if (!grown || !copy) die("out of memory: a message of %zu bytes", len);
+    c->messages = grown;
+    if (len) memcpy(copy, text, len);
+    copy[len] = 0;
+    c->messages[c->n_messages++] = (Message){role, copy, len};
+}
+
+static void chat_remove(Chat *c, int first, int n) {
+    for (int i = first; i < first + n; i++) free(c->messages[i].text);
+    memmove(c->messages + first, c->messages + first + n, (size_t)(c->n_messages - first - n) * sizeof *c->messages);
+    c->n_messages -= n;
+}
+
+static bool chat_has_system(const Chat *c) {
+    return c->n_messages > 0 && c->messages[0].role == SYSTEM;
+}
+
+static void chat_set_system(Chat *c, const char *text) {
+    if (chat_has_system(c)) chat_remove(c, 0, 1);
+    if (!*text) return;
+    chat_append(c, SYSTEM, text, strlen(text));
+    Message system = c->messages[c->n_messages - 1];
+    memmove(c->messages + 1, c->messages, (size_t)(c->n_messages - 1) * sizeof *c->messages);
+    c->messages[0] = system;
+}
+
+// Where the next turn of the user after message i begins.
+static int chat_next_turn(const Chat *c, int i) {
+    while (++i < c->n_messages && c->messages[i].role != USER) {
+    }
+    return i;
+}
+
+// How many tokens the last message takes with nothing but the system prompt.
+static int chat_least(const Chat *c) {
+    Message least[2];
+    int n = 0;
+    if (chat_has_system(c)) least[n++] = c->messages[0];
+    least[n++] = c->messages[c->n_messages - 1];
+    Ids ids = template_render(&c->template, c->engine->tokenizer, least, n);
+    free(ids.id);
+    return ids.len;
+}
+
+// The conversation as ids, with room for an answer: the oldest turns are dropped whole until a quarter of the context is
+// free. The system prompt and the last message stay.
+static Ids chat_render(Chat *c) {
+    int n_ctx = c->engine->session->n_ctx, dropped = 0;
+    for (;;) {
+        Ids ids = template_render(&c->template, c->engine->tokenizer, c->messages, c->n_messages);
+        int first = chat_has_system(c), next = chat_next_turn(c, first);
+        if (ids.len <= n_ctx - n_ctx / 4 || next >= c->n_messages) {
+            if (dropped)
+                chat_say(c, "[the context of %d tokens is full: the oldest %s dropped]", n_ctx,
+                         dropped == 1 ? "turn was" : "turns were");
+            return ids;
+        }
+        free(ids.id);
+        chat_remove(c, first, next - first);
+        dropped++;
+    }
+}
+
+static void chat_print_stats(Chat *c) {
+    if (c->colours) fputs("\033[2m", stderr);
+    print_stats(c->engine, &c->timing, c->seed);
+    if (c->colours) fputs("\033[0m", stderr);
+}
+
+// Answer the last message. Ctrl-C ends the answer; what was said stays.
+static void chat_answer(Chat *c) {
+    Engine *e = c->engine;
+    int n_ctx = e->session->n_ctx, common = 0, least = chat_least(c);
+    if (least >= n_ctx) {
+        chat_say(c, "[a message of %d tokens does not fit into a context of %d (--context N): it is dropped]", least,
+                 n_ctx);
+        chat_remove(c, c->n_messages - 1, 1);
+        return;
+    }
+    Ids ids = chat_render(c);
+    while (common < ids.len - 1 && common < c->cached.len && ids.id[common] == c->cached.id[common]) common++;
+    int room = n_ctx - ids.len, wanted = max_int(0, c->options->n_tokens);
+    Generation g = {.ids = &ids, .from = common, .max_new = wanted ? min_int(wanted, room) : room};
+    g.timing = (Timing){.start = seconds(), .latency = c->timing.latency};
+    g.quiet = c->options->json;
+    interrupted = 0;
+    catch_interrupt();
+    generate_tokens(e, c->options, c->sampler, &g);
+    signal(SIGINT, SIG_DFL);
+    interrupted = 0;
+    if (c->options->json) print_json(c->options, e, &g, c->seed);
+    else write_out("\n", 1);
+    c->timing = g.timing;
+    chat_append(c, ASSISTANT, g.text.data, g.text.len);
+    ids.len = g.n_cached;
+    free(c->cached.id);
+    c->cached = ids;
+    if (g.finish == FINISH_INTERRUPTED) chat_say(c, "[stopped]");
+    if (g.finish == FINISH_LENGTH && g.max_new == room) chat_say(c, "[the context of %d tokens is full]", n_ctx);
+    if (c->options->stats && !c->options->json) chat_print_stats(c);
+    free(g.text.data);
+}
+
+// --- sessions: a conversation in a file
+//
+//   "run.chat", version, fingerprint of the model, type of the cache, number of messages and of ids      8 + 5 * 8 bytes
+//   each message: role, length, bytes; the ids; for each layer and kv head the keys and values of these ids
+//   a checksum of all that (FNV-1a, 64 bits)
+
+enum { SESSION_VERSION = 1 };
+static const uint64_t FNV_START = 14695981039346656037u;
+
+static uint64_t fnv64(uint64_t h, const void *bytes, size_t n) {
+    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)bytes)[i]) * 1099511628211u;
+    return h;
+}
+
+// What tells this model from others: its hyperparameters, and some of each matrix.
+static uint64_t model_fingerprint(const Model *m) {
+    enum { SAMPLES = 256 };
+    const Config *c = &m->config;
+    const int shape[] = {c->dim, c->hidden_dim, c->n_layers, c->n_heads, c->n_kv_heads, c->head_dim, c->vocab_size};
+    uint64_t h = fnv64(FNV_START, shape, sizeof shape);
+    for (int i = 0; i < c->n_layers * LAYER_MATRICES + 2; i++) {
+        const Matrix *w =
+            i < 2 ? (i ? &m->output : &m->embed) : layer_matrix(m, (i - 2) / LAYER_MATRICES, (i - 2) % LAYER_MATRICES);
+        size_t n = matrix_panels(w) * panel_words(w);
+        for (size_t k = 0; k < SAMPLES; k++) h = fnv64(h, (const uint32_t *)w->panels + n * k / SAMPLES, 4);
+    }
+    return h;
+}
+
+// 4-byte words of the cache that n positions take: of the keys, and of the values, of one kv head.
+static size_t cache_key_words(const Session *s, int n) {
+    return pad((size_t)n, PANEL) * (size_t)s->model->config.head_dim / (size_t)step_columns(s->kv_type);
+}
+
+static size_t cache_value_words(const Session *s, int n) {
+    return pad((size_t)n, 2) * s->v_stride / (size_t)step_columns(s->kv_type);
+}
+
+static bool chat_save(Chat *c, const char *path) {
+    const Session *s = c->engine->session;
+    const Config *config = &s->model->config;
+    Text t = {0};
+    text_append(&t, "run.chat", 8);
+    uint64_t header[] = {SESSION_VERSION, model_fingerprint(s->model), (uint64_t)s->kv_type, (uint64_t)c->n_messages,
+                         (uint64_t)c->cached.len};
+    text_append(&t, header, sizeof header);
+    for (int i = 0; i < c->n_messages; i++) {
+        uint64_t head[] = {(uint64_t)c->messages[i].role, c->messages[i].len};
+        text_append(&t, head, sizeof head);
+        text_append(&t, c->messages[i].text, c->messages[i].len);
+    }
+    text_append(&t, c->cached.id, (size_t)c->cached.len * sizeof *c->cached.id);
+    for (int l = 0; l < config->n_layers; l++)
+        for (int h = 0; h < config->n_kv_heads; h++) {
+            text_append(&t, cache_keys(s, 0, l, h), cache_key_words(s, c->cached.len) * 4);
+            text_append(&t, cache_values(s, 0, l, h), cache_value_words(s, c->cached.len) * 4);
+        }
+    uint64_t sum = fnv64(FNV_START, t.data, t.len);
+    text_append(&t, &sum, sizeof sum);
+    char *partial = alloc(strlen(path) + 9, 1, "a path"); // a file is whole or not there
+    sprintf(partial, "%s.partial", path);
+    FILE *file = fopen(partial, "wb");
+    bool written = file && fwrite(t.data, 1, t.len, file) == t.len;
+    written = file && !fclose(file) && written && !rename(partial, path);
+    if (!written) {
+        chat_say(c, "run: %s: cannot write: %s", path, strerror(errno));
+        remove(partial);
+    } else chat_say(c, "[saved %d messages, %.1f MiB: %s]", c->n_messages, (double)t.len / (1 << 20), path);
+    free(partial);
+    free(t.data);
+    return written;
+}
+
+static void chat_load(Chat *c, const char *path) {
+    Session *s = c->engine->session;
+    const Config *config = &s->model->config;
+    Mapping file = map_file(path);
+    Reader r = {path, file.data, file.size, 0};
+    if (file.size < 56 || memcmp(reader_take(&r, 8, "magic"), "run.chat", 8))
+        die("%s: is not a saved conversation", path);
+    uint64_t sum = fnv64(FNV_START, file.data, file.size - 8), saved;
+    memcpy(&saved, file.data + file.size - 8, 8);
+    uint64_t version = reader_u64(&r, "version"), fingerprint = reader_u64(&r, "fingerprint"),
+             type = reader_u64(&r, "type");
+    if (version != SESSION_VERSION)
+        die("%s: expected version %d, got %llu", path, SESSION_VERSION, (unsigned long long)version);
+    if (sum != saved) die("%s: the saved conversation is damaged: its checksum is wrong", path);
+    if (fingerprint != model_fingerprint(s->model))
+        die("%s: was saved with another model than %s", path, s->model->path);
+    if (type != (uint64_t)s->kv_type)
+        die("%s: was saved with another type of key/value cache than %s (--kv)", path, type_name(s->kv_type));
+    uint64_t n_messages = reader_u64(&r, "messages"), n_ids = reader_u64(&r, "ids");
+    for (uint64_t i = 0; i < n_messages; i++) {
+        uint64_t role = reader_u64(&r, "role"), len = reader_u64(&r, "length");
+        if (role > ASSISTANT || len > r.size)
+            die("%s: message %llu: expected a role and a length, got %llu and %llu", path, (unsigned long long)i,
+                (unsigned long long)role, (unsigned long long)len);
+        chat_append(c, (Role)role, (const char *)reader_take(&r, len, "message"), len);
+    }
+    if (n_ids > (uint64_t)s->n_ctx)
+        die("%s: needs a context of %llu tokens, got %d (--context N)", path, (unsigned long long)n_ids, s->n_ctx);
+    for (uint64_t i = 0; i < n_ids; i++) ids_append(&c->cached, reader_i32(&r, "ids"));
+    for (int l = 0; l < config->n_layers; l++)
+        for (int h = 0; h < config->n_kv_heads; h++) {
+            size_t keys = cache_key_words(s, (int)n_ids) * 4, values = cache_value_words(s, (int)n_ids) * 4;
+            memcpy(cache_keys(s, 0, l, h), reader_take(&r, keys, "keys"), keys);
+            memcpy(cache_values(s, 0, l, h), reader_take(&r, values, "values"), values);
+        }
+    chat_say(c, "[%d messages from %s]", c->n_messages, path);
+    unmap_file(&file);
+}
+
+// --- commands
+
+static bool chat_undo(Chat *c) {
+    int last = c->n_messages - 1;
+    while (last >= 0 && c->messages[last].role != USER) last--;
+    if (last < 0) return false;
+    chat_remove(c, last, c->n_messages - last);
+    return true;
+}
+
+static const char chat_help[] = "/reset           begin anew; the system prompt stays\n"
+                                "/system TEXT     another system prompt (none: without one)\n"
+                                "/undo            take back the last message and its answer\n"
+                                "/regen           another answer to the last message\n"
+                                "/stats           speed and memory of the last answer\n"
+                                "/save FILE       write the conversation; --session FILE goes on with it\n"
+                                "/exit            end (also Ctrl-D); Ctrl-C stops an answer\n"
+                                "A backslash at the end of a line continues it. A pasted block is one message.";
+
+// A line that begins with a slash. Returns false at /exit.
+static bool chat_command(Chat *c, char *line) {
+    char *argument = line + strcspn(line, " ");
+    if (*argument) *argument++ = 0;
+    if (!strcmp(line, "/exit") || !strcmp(line, "/quit")) return false;
+    if (!strcmp(line, "/help")) chat_say(c, "%s", chat_help);
+    else if (!strcmp(line, "/reset")) chat_remove(c, chat_has_system(c), c->n_messages - chat_has_system(c));
+    else if (!strcmp(line, "/system")) chat_set_system(c, argument);
+    else if (!strcmp(line, "/stats")) {
+        if (c->timing.n_prompt) chat_print_stats(c);
+        else chat_say(c, "[no answer yet]");
+    } else if (!strcmp(line, "/save")) {
+        if (*argument) chat_save(c, argument);
+        else chat_say(c, "[/save FILE]");
+    } else if (!strcmp(line, "/undo")) chat_say(c, chat_undo(c) ? "[taken back]" : "[nothing to take back]");
+    else if (!strcmp(line, "/regen")) {
+        while (c->n_messages && c->messages[c->n_messages - 1].role == ASSISTANT) chat_remove(c, c->n_messages - 1, 1);
+        if (c->n_messages && c->messages[c->n_messages - 1].role == USER) chat_answer(c);
+        else chat_say(c, "[nothing to answer]");
+    } else chat_say(c, "[unknown command %s: /help lists them]", line);
+    return true;
+}
+
+// Messages and answers until the input ends.
+static void chat_loop(Chat *c) {
+    bool typed = isatty(STDIN_FILENO), warned = false;
+    Line line = {.label = "> "};
+    if (c->options->prompt) {
+        chat_append(c, USER, c->options->prompt, strlen(c->options->prompt));
+        chat_answer(c);
+    }
+    for (;;) {
+        ReadResult result = typed ? line_read(&line) : line_read_plain(&line);
+        if (result == READ_END || (result == READ_INTERRUPT && warned)) break;
+        warned = result == READ_INTERRUPT;
+        if (warned) chat_say(c, "[Ctrl-C again, or /exit, ends]");
+        if (warned || !line.text.len) continue;
+        text_append(&line.text, "", 1); // ends it
+        if (*line.text.data == '/') {
+            if (!chat_command(c, line.text.data)) break;
+            continue;
+        }
+        chat_append(c, USER, line.text.data, line.text.len - 1);
+        chat_answer(c);
+    }
+    line_free(&line);
+}
+
+static int mode_chat(const Options *o) {
+    Engine e = {0};
+    engine_load(&e, o, true);
+    int n_ctx = choose_context(o, &e.model->config);
+    e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, 1, min_int(o->chunk, n_ctx), 1, e.n_threads);
+    Chat c = {.engine = &e, .options = o, .seed = choose_seed(o)};
+    c.template = template_choose(o->template, e.tokenizer->chat_template, e.tokenizer->path);
+    c.template.silent = o->no_think;
+    c.sampler = sampler_open(choose_sampling(o), c.seed, e.model->config.vocab_size);
+    c.colours = isatty(STDERR_FILENO) && !getenv("NO_COLOR");
+    double *latency = c.timing.latency = alloc_pages((size_t)n_ctx + 1, sizeof *latency, "statistics");
+    if (o->session && !access(o->session, F_OK)) chat_load(&c, o->session);
+    if (o->system) chat_set_system(&c, o->system);
+    if (isatty(STDIN_FILENO))
+        chat_say(&c, "%s, template %s. /help lists commands.", e.model->name[0] ? e.model->name : o->checkpoint,
+                 template_names[c.template.kind]);
+    if (o->file && strcmp(o->file, "-") && !freopen(o->file, "rb", stdin))
+        die("%s: cannot open: %s", o->file, strerror(errno));
+    chat_loop(&c);
+    bool saved = !o->session || chat_save(&c, o->session);
+    chat_remove(&c, 0, c.n_messages);
+    free(c.messages);
+    free(c.cached.id);
+    free_pages(latency, (size_t)n_ctx + 1, sizeof *latency);
+    sampler_free(c.sampler);
+    engine_free(&e);
+    return saved ? 0 : 1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §20 Bench
 //
 // How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain
 // read of as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of
-// that instruction. Both limits are measured in the same run, round about with the rest, because machines are noisy:
-// only a share of a limit measured at the same time says anything. Each figure is the median of the rounds, and so is
-// each share: the median of its ratios, not the ratio of the medians.
+// that instruction. A batch is bound by both: a step takes at least the longer of the two times. Both limits are
+// measured in the same run, round about with the rest, because machines are noisy: only a share of a limit measured at
+// the same time says anything. Each figure is the median of the rounds, and so is each share: the median of its ratios,
+// not the ratio of the medians.
 
 enum { BENCH_ROUNDS = 5, BENCH_SEQS = 16, BENCH_FAR = 2000, BENCH_STEPS = 12 };
 
-// What is measured. A limit is a figure that others are compared with; `per_token`: what a token costs of it.
+static const double BENCH_SECONDS = 0.02; // a measurement is repeated until it has taken as long
+
+typedef enum { PEAK, READ, PREFILL, DECODE } FigureKind;
+
 typedef struct {
     char name[24];
-    const char *unit, *limit_unit;
+    FigureKind kind;
+    int n;        // PREFILL: tokens; DECODE: sequences
+    double limit; // for a share: what is reached in units of `value` where nothing but the limits holds it up
     double value[BENCH_ROUNDS], share[BENCH_ROUNDS];
-    double per_token; // billions of operations or bytes; 0: compared with nothing
 } Figure;
 
 // Multiply-adds count as two operations. The output matrix is left out: a prompt needs it once.
@@ -4440,7 +5400,7 @@ static double operations_per_token(const Model *m) {
     return n;
 }
 
-// One thread's part of a read: a sum in 16 lanes, so that nothing but memory holds it up.
+// A sum in 16 lanes, so that nothing but memory holds it up.
 static uint32_t read_words(const uint32_t *words, size_t n) {
     uint32_t lane[16] = {0}, sum = 0;
     for (size_t i = 0; i + 16 <= n; i += 16)
@@ -4449,33 +5409,53 @@ static uint32_t read_words(const uint32_t *words, size_t n) {
     return sum;
 }
 
-// Bytes per second of reading as many bytes as a token reads, each thread its own stretch.
-static double measure_read(const uint32_t *buffer, size_t bytes, int n_threads) {
-    uint32_t sum = 0;
-    double start = seconds();
-    size_t part = bytes / 4 / (size_t)n_threads;
-#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
-    for (int i = 0; i < n_threads; i++) sum += read_words(buffer + (size_t)i * part, part);
-    double elapsed = seconds() - start;
-    return sum == 1 ? 0 : (double)bytes / elapsed; // the sum must look used
+// One thread's part of the panels and scales of a matrix.
+static uint32_t read_matrix(const Matrix *w, int thread, int n_threads) {
+    size_t n = matrix_panels(w), first = n * (size_t)thread / (size_t)n_threads;
+    size_t count = n * (size_t)(thread + 1) / (size_t)n_threads - first;
+    size_t scale_words = panel_scales(w) * scale_bytes(w) / 4;
+    uint32_t sum = read_words((const uint32_t *)w->panels + first * panel_words(w), count * panel_words(w));
+    if (w->scales) sum += read_words((const uint32_t *)w->scales + first * scale_words, count * scale_words);
+    if (w->mins) sum += read_words((const uint32_t *)w->mins + first * scale_words, count * scale_words);
+    return sum;
 }
 
-// For measuring: n rounds of 16 independent multiply-adds from registers, as fast as the instruction goes. Returns how
-// many operations (a multiplication and an addition are two) that was; *sink keeps the compiler from dropping them.
-__attribute__((noinline)) static double kernel_peak(Type type, int n, float *sink) {
-    enum { CHAINS = 16 };
+// Bytes per second of reading the weights of a token, each thread its own stretch of each matrix.
+static double measure_read(const Model *m, int n_threads) {
+    double start = seconds(), bytes = 0;
+    volatile uint32_t used = 0; // or the compiler may leave out all of it
+    do {
+        uint32_t sum = 0;
+#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
+        for (int t = 0; t < n_threads; t++) {
+            for (int l = 0; l < m->config.n_layers; l++)
+                for (int i = 0; i < LAYER_MATRICES; i++) sum += read_matrix(layer_matrix(m, l, i), t, n_threads);
+            sum += read_matrix(&m->output, t, n_threads);
+        }
+        used = used + sum;
+        bytes += (double)model_bytes_per_token(m);
+    } while (seconds() - start < BENCH_SECONDS);
+    return bytes / (seconds() - start);
+}
+
+// n rounds of independent multiply-adds from registers, as fast as the instruction goes. Returns how many operations
+// that was. What it begins with and what it ends with are volatile: so the compiler can neither foresee nor drop it.
+static double kernel_peak(Type type, int n) {
+    enum { CHAINS = LANES == 16 ? 16 : 12 }; // with x they fit into the registers
 #define ROUNDS(chain) \
     for (int round = 0; round < n; round++) UNROLL for (int i = 0; i < CHAINS; i++) chain
-    Floats floats[CHAINS], x = floats_set(*sink);
-    Ints ints[CHAINS], q = ints_set((int32_t)*sink);
+    volatile float seed = 1.5f, used;
+    Floats floats[CHAINS], x = floats_set(seed);
+    Ints ints[CHAINS], q = ints_set((int32_t)seed);
     UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_set((float)i), ints[i] = ints_set(i);
-    if (is_quantized(type)) ROUNDS(ints[i] = ints_dot_int8(ints[i], q, q));
+    if (is_quantized(type)) ROUNDS(ints[i] = ints_dot_int8(ints[i], ints[i], q));
     else if (type == BF16) ROUNDS(floats[i] = floats_dot_bf16(floats[i], q, q));
     else ROUNDS(floats[i] = floats_fma(x, x, floats[i]));
     UNROLL for (int i = 1; i < CHAINS; i++) floats[0] = floats_fma(floats[i], floats_from_ints(ints[i]), floats[0]);
     float lanes[LANES];
     floats_store(lanes, floats[0]);
-    *sink = lanes[0];
+    used = lanes[0];
+    (void)used;
     return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : type == BF16 ? 2 : 1);
 #undef ROUNDS
 }
@@ -4483,29 +5463,32 @@ __attribute__((noinline)) static double kernel_peak(Type type, int n, float *sin
 static double measure_peak(Type type, int n_threads) {
     double operations = 0, start = seconds();
 #pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : operations)
-    for (int i = 0; i < n_threads; i++) {
-        float sink = 1e-3f;
-        operations += kernel_peak(type, 3000000, &sink);
-    }
+    for (int i = 0; i < n_threads; i++) operations += kernel_peak(type, 3000000);
     return operations / (seconds() - start);
 }
 
 // Tokens per second of a prompt of n tokens.
 static double measure_prefill(Session *s, const int *ids, int n) {
-    double start = seconds();
-    prefill(s, ids, n, 0, 0);
-    return n / (seconds() - start);
+    double start = seconds(), tokens = 0;
+    do {
+        prefill(s, ids, n, 0, 0);
+        tokens += n;
+    } while (seconds() - start < BENCH_SECONDS);
+    return tokens / (seconds() - start);
 }
 
 // Tokens per second of n_seqs sequences in step, from position pos on.
 static double measure_decode(Session *s, const int *ids, int n_seqs, int pos) {
     Row rows[BENCH_SEQS];
-    double start = seconds();
-    for (int step = 0; step < BENCH_STEPS; step++) {
-        for (int i = 0; i < n_seqs; i++) rows[i] = (Row){ids[step + i], pos + step, i, true};
-        forward(s, rows, n_seqs);
-    }
-    return n_seqs * BENCH_STEPS / (seconds() - start);
+    double start = seconds(), tokens = 0;
+    do
+        for (int step = 0; step < BENCH_STEPS; step++) {
+            for (int i = 0; i < n_seqs; i++) rows[i] = (Row){ids[step + i], pos + step, i, true};
+            forward(s, rows, n_seqs);
+            tokens += n_seqs;
+        }
+    while (seconds() - start < BENCH_SECONDS);
+    return tokens / (seconds() - start);
 }
 
 static double median(const double *x) {
@@ -4515,89 +5498,93 @@ static double median(const double *x) {
     return sorted[BENCH_ROUNDS / 2];
 }
 
-static void print_figures(const Options *o, const Figure *figures, int n, const Engine *e, double memory_mib) {
-    if (o->json)
-        printf("{\"load_seconds\": %.4f, \"memory_mib\": %.1f, \"threads\": %d", e->load_seconds, memory_mib,
-               e->n_threads);
-    else printf("load             %8.3f s\nmemory           %8.0f MiB after loading\n", e->load_seconds, memory_mib);
-    for (int i = 0; i < n; i++) {
-        const Figure *f = &figures[i];
-        double value = median(f->value), share = median(f->share);
-        if (o->json) {
-            printf(", \"%s\": {\"%s\": %.4g", f->name, f->unit, value);
-            if (f->per_token > 0)
-                printf(", \"%s\": %.4g, \"share_of_limit\": %.4f", f->limit_unit, value * f->per_token, share);
-            printf("}");
-        } else {
-            printf("%-16s %8.1f %-14s", f->name, value, f->unit);
-            if (f->per_token > 0)
-                printf(" = %.1f %s, %.0f%% of the limit", value * f->per_token, f->limit_unit, 100 * share);
-            printf("\n");
-        }
+// One figure: its value; for a prompt also the time to its first token; for what has a limit, its share of it.
+static void print_figure(const Options *o, const Engine *e, const Figure *f) {
+    static const char *const units[][2] = {{"GOP/s", "GOP/s"}, {"GB/s", "GB/s"}, {"tokens_per_second", "tokens/s"}};
+    double value = median(f->value), share = median(f->share), first = f->n / value;
+    const char *unit = units[min_int(f->kind, PREFILL)][!o->json];
+    bool prompt = f->kind == PREFILL, decode = f->kind == DECODE && f->n == 1;
+    double rate = value * (prompt ? operations_per_token(e->model) : (double)model_bytes_per_token(e->model)) / 1e9;
+    const char *rate_unit = prompt ? "GOP/s" : "GB/s";
+    if (o->json) {
+        printf(", \"%s\": {\"%s\": %.4g", f->name, unit, value);
+        if (f->kind == PEAK) printf(", \"type\": \"%s\"", type_name(e->model->layers[0].q.type));
+        if (prompt) printf(", \"first_token_seconds\": %.6f", first);
+        if (prompt || decode) printf(", \"%s\": %.4g", rate_unit, rate);
+        if (f->limit > 0) printf(", \"share_of_limit\": %.4f", share);
+        printf("}");
+        return;
     }
-    if (o->json) printf("}\n");
+    printf("%-16s %8.1f %s", f->name, value, unit);
+    if (f->kind == PEAK) printf(" (%s)", type_name(e->model->layers[0].q.type));
+    if (prompt || decode) printf(" = %.1f %s", rate, rate_unit);
+    if (f->limit > 0) printf(", %.0f%% of the limit", 100 * share);
+    if (prompt) printf(", first token after %.1f ms", first * 1e3);
+    printf("\n");
+}
+
+static Figure *figure_at(Figure *figures, int *n, FigureKind kind, int count, const char *format, int number) {
+    Figure *f = &figures[(*n)++];
+    f->kind = kind;
+    f->n = count;
+    snprintf(f->name, sizeof f->name, format, number);
+    return f;
+}
+
+static void figure_set(Figure *f, int round, double value, double limit) {
+    f->value[round] = value;
+    f->limit = limit;
+    f->share[round] = limit > 0 ? value / limit : 0;
 }
 
 // Fills the figures in rounds, limits and what they limit close together. Returns how many there are.
 static int measure(Engine *e, const int *ids, int far, Figure *figures) {
     static const int prompts[] = {16, 128, 512}, batches[] = {1, 4, 8, 16};
-    size_t bytes = model_bytes_per_token(e->model);
-    uint32_t *buffer = alloc(bytes, 1, "bench");
-    memset(buffer, 1, bytes);
+    const Model *m = e->model;
     Session *s = e->session;
-    int n = 0;
+    double bytes = (double)model_bytes_per_token(m), operations = operations_per_token(m);
+    double cache = (double)cache_position_bytes(&m->config, s->kv_type) * m->config.n_layers * m->config.n_kv_heads;
+    int n = 0, threads = e->n_threads;
     for (int round = 0; round < BENCH_ROUNDS; round++) {
         n = 0;
-        Figure *peak = &figures[n++], *read = &figures[n++];
-        *peak = round ? *peak : (Figure){.name = "peak", .unit = "GOP/s"};
-        peak->value[round] = measure_peak(e->model->layers[0].q.type, e->n_threads) / 1e9;
-        for (int i = 0; i < 3 && prompts[i] <= s->n_ctx; i++) {
-            Figure *f = &figures[n++];
-            if (!round)
-                *f = (Figure){.unit = "tokens_per_second",
-                              .limit_unit = "GOP/s",
-                              .per_token = operations_per_token(e->model) / 1e9};
-            snprintf(f->name, sizeof f->name, "prefill_%d", prompts[i]);
-            f->value[round] = measure_prefill(s, ids, prompts[i]);
-            f->share[round] = f->value[round] * f->per_token / peak->value[round];
-        }
-        *read = round ? *read : (Figure){.name = "read", .unit = "GB/s"};
-        read->value[round] = measure_read(buffer, bytes, e->n_threads) / 1e9;
-        Figure *near = &figures[n++], *distant = &figures[n++];
-        if (!round)
-            *near = (Figure){
-                .name = "decode", .unit = "tokens_per_second", .limit_unit = "GB/s", .per_token = (double)bytes / 1e9};
-        near->value[round] = measure_decode(s, ids, 1, 0);
-        near->share[round] = near->value[round] * near->per_token / read->value[round];
-        if (!round) *distant = (Figure){.unit = "tokens_per_second"};
-        snprintf(distant->name, sizeof distant->name, "decode_at_%d", far);
+        double peak = measure_peak(m->layers[0].q.type, threads);
+        figure_set(figure_at(figures, &n, PEAK, 0, "peak", 0), round, peak / 1e9, 0);
+        for (int i = 0; i < 3 && prompts[i] <= s->n_ctx; i++)
+            figure_set(figure_at(figures, &n, PREFILL, prompts[i], "prefill_%d", prompts[i]), round,
+                       measure_prefill(s, ids, prompts[i]), peak / operations);
+        double read = measure_read(m, threads);
+        figure_set(figure_at(figures, &n, READ, 0, "read", 0), round, read / 1e9, 0);
+        figure_set(figure_at(figures, &n, DECODE, 1, "decode", 0), round, measure_decode(s, ids, 1, 0), read / bytes);
         if (!round) prefill(s, ids, far, 0, 0);
-        distant->value[round] = measure_decode(s, ids, 1, far);
+        figure_set(figure_at(figures, &n, DECODE, 1, "decode_at_%d", far), round, measure_decode(s, ids, 1, far),
+                   read / (bytes + far * cache));
         for (int i = 0; i < 4; i++) {
-            Figure *f = &figures[n++];
-            if (!round) *f = (Figure){.unit = "tokens_per_second"};
-            snprintf(f->name, sizeof f->name, "batch_%d", batches[i]);
-            f->value[round] = measure_decode(s, ids, batches[i], BENCH_STEPS);
+            double step = fmax(bytes / read, batches[i] * operations / peak);
+            figure_set(figure_at(figures, &n, DECODE, batches[i], "batch_%d", batches[i]), round,
+                       measure_decode(s, ids, batches[i], 0), batches[i] / step);
         }
     }
-    free(buffer);
     return n;
 }
 
 static int mode_bench(const Options *o) {
     Engine e = {0};
     engine_load(&e, o, false);
-    double memory_mib = peak_memory_mib();
     const Config *c = &e.model->config;
     int n_ctx = min_int(o->context ? o->context : c->n_ctx_train, BENCH_FAR + BENCH_STEPS), far = n_ctx - BENCH_STEPS;
-    if (far < 2 * BENCH_STEPS) die("bench: expected a context of at least %d, got %d", 3 * BENCH_STEPS, n_ctx);
+    if (far < 2 * BENCH_STEPS)
+        die_usage("bench: expected a context of at least %d (--context), got %d", 3 * BENCH_STEPS, n_ctx);
     int rows = max_int(o->chunk, BENCH_SEQS);
     e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, BENCH_SEQS, rows, BENCH_SEQS, e.n_threads);
     int *ids = alloc((size_t)n_ctx + BENCH_SEQS, sizeof *ids, "bench");
     for (int i = 0; i < n_ctx + BENCH_SEQS; i++) ids[i] = (int)((i * 7919LL + 3) % c->vocab_size);
-    Figure figures[16];
+    Figure figures[16] = {0};
     int n = measure(&e, ids, far, figures);
-    print_figures(o, figures, n, &e, memory_mib);
+    const char *head = o->json ? "{\"load_seconds\": %.4f, \"memory_mib\": %.1f, \"threads\": %d"
+                               : "load             %8.3f s\npeak memory      %8.0f MiB\nthreads          %8d\n";
+    printf(head, e.load_seconds, peak_memory_mib(), e.n_threads);
+    for (int i = 0; i < n; i++) print_figure(o, &e, &figures[i]);
+    if (o->json) printf("}\n");
     write_out("", 0);
     free(ids);
     engine_free(&e);
@@ -4605,7 +5592,7 @@ static int mode_bench(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §18 Command line
+// §21 Command line
 //
 // One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help
 // read the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
@@ -4620,67 +5607,107 @@ typedef struct {
     double min, max;
     const char *initial; // the default, written as a user would
     const char *argument, *help;
+    const char *group; // a heading in front of it, or NULL
 } Option;
 
 #define AT(field) offsetof(Options, field)
 static const Option options[] = {
-    {'i', "prompt", TEXT, AT(prompt), 0, 0, NULL, "TEXT", "the prompt (no escapes: use a file for line breaks)"},
-    {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input"},
+    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE", "generate, chat, tokenize, info, perplexity or bench",
+     "What to do"},
+    {'i', "prompt", TEXT, AT(prompt), 0, 0, NULL, "TEXT", "the prompt, or the first message of a chat", NULL},
+    {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input", NULL},
     {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
-     "new tokens at most; 0: until the context is full (256)"},
-    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE", "generate, tokenize, info, perplexity or bench"},
+     "new tokens at most; 0: until the context is full (256; chat 0)", NULL},
+    {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated", NULL},
     {'z', "tokenizer", TEXT, AT(tokenizer), 0, 0, NULL, "FILE",
-     "the tokenizer (the checkpoint's own, else tokenizer.bin)"},
-    {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated"},
-    {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token"},
-    {0, "special", FLAG, AT(special), 0, 0, NULL, NULL, "find special tokens such as <|im_start|> in the text"},
-    {'t', "temperature", REAL, AT(temperature), 0, 1e6, "1.0", "T", "0 takes the most likely token"},
-    {'p', "top-p", REAL, AT(top_p), 0, 1, "0.9", "P", "sample from the nucleus of mass P; 0 or 1: off"},
-    {'k', "top-k", INTEGER, AT(top_k), 0, INT_MAX, "0", "K", "sample from the K most likely; 0: off"},
-    {0, "min-p", REAL, AT(min_p), 0, 1, "0", "P", "drop tokens below P times the most likely one's probability"},
+     "the tokenizer (the checkpoint's own, else tokenizer.bin)", NULL},
+    {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token", NULL},
+    {0, "special", FLAG, AT(special), 0, 0, NULL, NULL, "find special tokens such as <|im_start|> in the text", NULL},
+    {'y', "system", TEXT, AT(system), 0, 0, NULL, "TEXT", "the system prompt", "Chat"},
+    {0, "template", TEXT, AT(template), 0, 0, NULL, "NAME",
+     "plain, llama-2, llama-3, chatml, mistral or zephyr (the file's)", NULL},
+    {0, "session", TEXT, AT(session), 0, 0, NULL, "FILE",
+     "go on with the conversation in FILE; save it there at the end", NULL},
+    {0, "think", FLAG, AT(think), 0, 0, NULL, NULL, "Qwen 3 thinks before it answers (its default)", NULL},
+    {0, "no-think", FLAG, AT(no_think), 0, 0, NULL, NULL, "Qwen 3 answers at once", NULL},
+    {'t', "temperature", REAL, AT(temperature), 0, 1e6, "1.0", "T", "0 takes the most likely token", "Sampling"},
+    {'p', "top-p", REAL, AT(top_p), 0, 1, "0.9", "P", "sample from the nucleus of mass P; 0 or 1: off", NULL},
+    {'k', "top-k", INTEGER, AT(top_k), 0, INT_MAX, "0", "K", "sample from the K most likely; 0: off", NULL},
+    {0, "min-p", REAL, AT(min_p), 0, 1, "0", "P", "drop tokens below P times the most likely one's probability", NULL},
     {0, "repeat-penalty", REAL, AT(repeat_penalty), 1e-6, 1e6, "1.0", "R",
-     "above 1: make tokens of the text so far less likely"},
-    {'s', "seed", SEED, AT(seed), 0, 0, NULL, "N", "64-bit seed (from the clock; --stats shows it)"},
-    {'c', "context", INTEGER, AT(context), 1, 1 << 26, NULL, "N", "positions to keep (the model's, at most 4096)"},
+     "above 1: make tokens of the text so far less likely", NULL},
+    {'s', "seed", SEED, AT(seed), 0, 0, NULL, "N", "64-bit seed (from the clock; --stats shows it)", NULL},
+    {'c', "context", INTEGER, AT(context), 1, 1 << 26, NULL, "N", "positions to keep (the model's, at most 4096)",
+     "Machine"},
     {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
-     "threads (one for each physical core; one for tiny models)"},
-    {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32 or f16 (f16, but f32 for f32 weights)"},
-    {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together"},
-    {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "perplexity: tokens in a window (512)"},
-    {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "perplexity: tokens from window to window (half)"},
-    {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error"},
-    {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "bench: the figures as JSON"},
-    {'h', "help", FLAG, AT(help), 0, 0, NULL, NULL, "this text"},
-    {0, "version", FLAG, AT(version), 0, 0, NULL, NULL, "the version"},
+     "threads (one for each physical core; one for tiny models)", NULL},
+    {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32 or f16 (f16, but f32 for f32 weights)", NULL},
+    {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together", NULL},
+    {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "perplexity: tokens in a window (512)", NULL},
+    {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "perplexity: tokens from window to window (half)", NULL},
+    {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error", "Output"},
+    {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "generate, chat, bench: results as JSON", NULL},
+    {'h', "help", FLAG, AT(help), 0, 0, NULL, NULL, "this text", NULL},
+    {0, "man", FLAG, AT(man), 0, 0, NULL, NULL, "the manual page: run --man | man -l -", NULL},
+    {0, "version", FLAG, AT(version), 0, 0, NULL, NULL, "the version", NULL},
 };
 enum { N_OPTIONS = sizeof options / sizeof *options };
 
 static const struct {
     const char *name;
     int (*run)(const Options *);
-} modes[] = {{"generate", mode_generate},
-             {"tokenize", mode_tokenize},
-             {"info", mode_info},
-             {"perplexity", mode_perplexity},
-             {"bench", mode_bench}};
+} modes[] = {{"generate", mode_generate},     {"chat", mode_chat},  {"tokenize", mode_tokenize}, {"info", mode_info},
+             {"perplexity", mode_perplexity}, {"bench", mode_bench}};
 enum { N_MODES = sizeof modes / sizeof *modes };
 
 static void print_help(void) {
     printf("run %s: inference of Llama-family models\n\n", RUN_VERSION);
-    printf("usage: run MODEL [options]\n");
-    printf("       run stories.bin -i \"Once upon a time\" -n 100\n\n");
+    printf("usage: run MODEL [options], as in: run model.gguf -i \"Once upon a time\" -n 100\n");
     for (int i = 0; i < N_OPTIONS; i++) {
         const Option *o = &options[i];
         char letter[4] = "   ", left[64];
+        if (o->group) printf("%s:\n", o->group);
         if (o->letter) snprintf(letter, sizeof letter, "-%c,", o->letter);
         snprintf(left, sizeof left, "%s --%s %s", letter, o->name, o->argument ? o->argument : "");
         printf("  %-26s %s", left, o->help);
         if (o->initial) printf(" (%s)", o->initial);
         printf("\n");
     }
-    printf(
-        "\nWithout -i and -f, redirected standard input is the prompt. Text goes to standard output, everything else\n"
-        "to standard error. Exit code: 0 done, 1 bad data or failure, 2 bad usage, 130 after Ctrl-C.\n");
+    printf("Without -i and -f, redirected standard input is the prompt. Text goes to standard output, all else\n"
+           "to standard error. Exit code: 0 done, 1 bad data or failure, 2 bad usage, 130 after Ctrl-C.\n");
+}
+
+// A text for troff: minus signs are minus signs, and no line begins with a command.
+static void print_troff(const char *s) {
+    if (*s == '.' || *s == '\'') printf("\\&");
+    for (; *s; s++) {
+        if (*s == '-') printf("\\-");
+        else if (*s == '\\') printf("\\e");
+        else putchar(*s);
+    }
+}
+
+// The manual page, from the same table as the help. Ref: man(7).
+static void print_man(void) {
+    printf(".TH RUN 1 \"\" \"run %s\"\n.SH NAME\nrun \\- inference of Llama\\-family language models\n", RUN_VERSION);
+    printf(".SH SYNOPSIS\n.B run\n.I MODEL\n.RI [ options ]\n.SH DESCRIPTION\n");
+    printf("Runs the model in a checkpoint (GGUF, flat, or of llama2.c) on the processor: writes on from a prompt, or\n"
+           "chats. Text goes to standard output, everything else to standard error. Without\n.B \\-i\nand\n.B \\-f\n"
+           "redirected standard input is the prompt.\n");
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const Option *o = &options[i];
+        if (o->group) printf(".SH %s\n", o->group);
+        printf(".TP\n.B ");
+        if (o->letter) printf("\\-%c, ", o->letter);
+        printf("\\-\\-");
+        print_troff(o->name);
+        if (o->argument) printf(" %s", o->argument);
+        printf("\n");
+        print_troff(o->help);
+        if (o->initial) printf(" (%s)", o->initial);
+        printf("\n");
+    }
+    printf(".SH EXIT STATUS\n0 done, 1 bad data or failure, 2 bad usage, 130 after Ctrl\\-C.\n");
 }
 
 // The number of single-character edits that turn a into b (Levenshtein), for texts below 32 characters.
@@ -4805,19 +5832,20 @@ static Options parse_options(int argc, char **argv) {
 int main(int argc, char **argv) {
     Options o = parse_options(argc, argv);
     if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: expected f32 or f16, got '%s'", o.kv);
+    if (o.template) template_by_name(o.template);
+    if (o.think && o.no_think) die_usage("--think and --no-think: expected one of the two, got both");
     if (o.prompt && o.file) die_usage("--prompt and --file: expected one of the two, got both");
     int status = -1;
-    if (o.help || o.version) {
+    if (o.help || o.man || o.version) {
         if (o.help) print_help();
+        else if (o.man) print_man();
         else printf("run %s\n", RUN_VERSION);
         write_out("", 0);
         status = 0;
     }
-    bool generating = !strcmp(o.mode, "generate");
-    if (o.n_tokens < 0) o.n_tokens = generating ? 256 : 0;
     for (int i = 0; i < N_MODES && status < 0; i++)
         if (!strcmp(o.mode, modes[i].name)) status = modes[i].run(&o);
-    if (status < 0) die_usage("--mode: expected generate, tokenize, info, perplexity or bench, got '%s'", o.mode);
+    if (status < 0) die_usage("--mode: expected generate, chat, tokenize, info, perplexity or bench, got '%s'", o.mode);
     free(o.stops);
     return status;
 }
@@ -4898,6 +5926,21 @@ API int lib_decode(const void *tokenizer, const int *ids, int n, char *out) {
     if (text.len) memcpy(out, text.data, text.len);
     free(text.data);
     return (int)text.len;
+}
+
+// A conversation of n messages as ids: roles 0 system, 1 user, 2 assistant. template: a name, or NULL for the file's own.
+API int lib_chat(const void *tokenizer, const char *template, const char *source, int silent, int n, const int *roles,
+                 char *const *texts, int *out) {
+    const Tokenizer *t = tokenizer;
+    Template chosen = template_choose(template, source ? source : t->chat_template, t->path);
+    chosen.silent = silent;
+    Message *messages = alloc((size_t)n + 1, sizeof *messages, "messages");
+    for (int i = 0; i < n; i++) messages[i] = (Message){(Role)roles[i], texts[i], strlen(texts[i])};
+    Ids ids = template_render(&chosen, t, messages, n);
+    if (ids.len) memcpy(out, ids.id, (size_t)ids.len * sizeof *out);
+    free(ids.id);
+    free(messages);
+    return ids.len;
 }
 
 API void lib_seed(uint64_t seed, uint64_t *state) {
