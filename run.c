@@ -217,6 +217,14 @@ static double seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+// On a terminal, where something takes more than a second: how far it is. The line goes when all is done.
+static void show_progress(const char *what, int done, int n, double start) {
+    if (seconds() - start < 1 || !isatty(STDERR_FILENO)) return;
+    if (done < n) fprintf(stderr, "\r%s: %d of %d", what, done, n);
+    else fprintf(stderr, "\r\033[K");
+    fflush(stderr);
+}
+
 // A growing run of bytes: a prompt, a piece of output. May hold zero bytes.
 typedef struct {
     char *data;
@@ -2496,7 +2504,11 @@ static void gguf_load(Model *m, Gguf *g) {
     m->tied = !gguf_tensor(g, -1, "output.weight");
     m->output = m->tied ? m->embed : gguf_matrix(m, g, -1, "output.weight", c->vocab_size, c->dim, 0);
     m->final_norm = gguf_vector(g, -1, "output_norm.weight", c->dim, 0, false);
-    for (int l = 0; l < c->n_layers; l++) gguf_layer(m, g, l);
+    double start = seconds();
+    for (int l = 0; l < c->n_layers; l++) {
+        gguf_layer(m, g, l);
+        show_progress("loading, layers", l + 1, c->n_layers, start);
+    }
     m->rope_divisors = gguf_vector(g, -1, "rope_freqs.weight", c->head_dim / 2, 0, true);
     rope_prepare(m);
     for (int i = 0; i < g->n_tensors; i++) // a tensor that nobody asked for belongs to a network that is not this one
@@ -4578,14 +4590,6 @@ static void engine_free(Engine *e) {
     model_free(e->model);
 }
 
-// On a terminal, where reading a prompt takes more than a second: how far it is. The line goes when all is done.
-static void show_progress(int done, int n, double start) {
-    if (seconds() - start < 1 || !isatty(STDERR_FILENO)) return;
-    if (done < n) fprintf(stderr, "\rreading the prompt: %d of %d tokens", done, n);
-    else fprintf(stderr, "\r\033[K");
-    fflush(stderr);
-}
-
 // Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0].
 // Returns how many were run: fewer where Ctrl-C came.
 static int prefill(Session *s, const int *ids, int n, int pos, int seq) {
@@ -4597,7 +4601,7 @@ static int prefill(Session *s, const int *ids, int n, int pos, int seq) {
         for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
         forward(s, rows, count);
         done += count;
-        show_progress(done, n, start);
+        show_progress("reading the prompt, tokens", done, n, start);
     }
     free(rows);
     return done;

@@ -5736,6 +5736,34 @@ def test_interrupt_stops_an_answer(small):
     terminal.end()
 
 
+@needs_smollm2
+def test_a_conversation_on_a_terminal(tmp_path):
+    """Three turns, one of them edited, one pasted, one stopped; saved; and the next day it goes on."""
+    path = tmp_path / "talk.chat"
+    flags = [SMOLLM2, "-m", "chat", "-t", 0, "-n", 300, "-c", 1024]
+    terminal = Terminal(*flags)
+    terminal.say("My nme is Ada.", HOME, WORD_RIGHT, RIGHT, RIGHT, "a", "\r")
+    terminal.say(PASTE + "Say the numbers:\r1 2 3" + PASTED, "\r")
+    terminal.say("Tell me a very long story about the sea.", "\r")
+    terminal.expect(rb"2004l\r\n.{20}")  # the answer has begun, and the terminal is not raw
+    os.write(terminal.master, b"\3")
+    terminal.expect(rb"\[stopped\]")
+    terminal.say(f"/save {path}", "\r")
+    terminal.say(b"\4")
+    terminal.end()
+    said = of_role(saved_messages(path), "user")
+    assert said == ["My name is Ada.", "Say the numbers:\n1 2 3", "Tell me a very long story about the sea."]
+    terminal = Terminal(*flags, "--session", path, "--stats")
+    terminal.expect(rb"\[6 messages from ")
+    terminal.say("What was your story about?", "\r")
+    n_run = int(re.search(rb"prefill .*\((\d+) tokens\)", terminal.expect(rb"prefill [^\n]*tokens\)"))[1])
+    terminal.say(b"\4")
+    terminal.end()
+    assert n_run < 40  # the rest came out of the file
+    messages = saved_messages(path)
+    assert len(messages) == 8 and b"sea" in messages[-1][1], messages[-1]  # it remembers
+
+
 @pytest.mark.parametrize("last", ["/exit\r", "\4", "\3\3"], ids=repr)
 def test_ways_to_end(chat, last):
     for env in [{}, dict(NO_COLOR="1")]:
