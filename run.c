@@ -1004,7 +1004,7 @@ static inline size_t vector_offset(int v, size_t panel) {
 // would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
 typedef struct {
     size_t steps;    // how far ahead
-    int turn, tiles; // each asks for every tiles-th block, and this one begins `turn` blocks later than the first
+    int turn, tiles; // each asks for every tiles-th block, and begins one behind the tile before it
 } Ahead;
 
 static inline Ahead look_ahead(int row, int tile_rows, int n_rows, size_t steps_of_panels) {
@@ -5223,16 +5223,17 @@ static bool chat_save(Chat *c, const char *path) {
         }
     uint64_t sum = fnv64(FNV_START, t.data, t.len);
     text_append(&t, &sum, sizeof sum);
-    char *partial = alloc(strlen(path) + 9, 1, "a path"); // a file is whole or not there
-    sprintf(partial, "%s.partial", path);
-    FILE *file = fopen(partial, "wb");
+    Text partial = {0}; // the name of the file while it is not whole
+    text_append(&partial, path, strlen(path));
+    text_append(&partial, ".partial", sizeof ".partial");
+    FILE *file = fopen(partial.data, "wb");
     bool written = file && fwrite(t.data, 1, t.len, file) == t.len;
-    written = file && !fclose(file) && written && !rename(partial, path);
+    written = file && !fclose(file) && written && !rename(partial.data, path);
     if (!written) {
         chat_say(c, "run: %s: cannot write: %s", path, strerror(errno));
-        remove(partial);
+        remove(partial.data);
     } else chat_say(c, "[saved %d messages, %.1f MiB: %s]", c->n_messages, (double)t.len / (1 << 20), path);
-    free(partial);
+    free(partial.data);
     free(t.data);
     return written;
 }

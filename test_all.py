@@ -2997,21 +2997,28 @@ def show_it(path):
     return path, "-m", "info", "-j", 1
 
 
-def broken(tmp_path, cases):
-    """cases: [(words of the message, file)]"""
+def all_refused(folder, cases, suffix, command):
+    """cases: [(words of the message, bytes of a file)]. command(path): the arguments that read it. Each is refused by
+    the sanitizer build with one line that has these words."""
 
     def attempt(case):
         number, (words, data) = case
-        path = tmp_path / f"{number}.gguf"
-        path.write_bytes(data if isinstance(data, bytes) else data.data())
+        path = folder / f"{number}{suffix}"
+        path.write_bytes(data)
         try:
-            refused(1, *run_it(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
+            refused(1, *command(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
         except AssertionError as failure:
             return words, str(failure)[:500]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
     assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+
+
+def broken(tmp_path, cases):
+    """cases: [(words of the message, file)]"""
+    cases = [(words, data if isinstance(data, bytes) else data.data()) for words, data in cases]
+    all_refused(tmp_path, cases, ".gguf", run_it)
 
 
 @each_base
@@ -4962,19 +4969,7 @@ def flat_survives(tmp_path, cases, codes=(0, 1)):
 
 def flat_refused(tmp_path, cases):
     """cases: [(words of the message, file)]"""
-
-    def attempt(case):
-        number, (words, data) = case
-        path = tmp_path / f"{number}.bin"
-        path.write_bytes(data)
-        try:
-            refused(1, *run_flat(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
-        except AssertionError as failure:
-            return words, str(failure)[:500]
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
-    assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+    all_refused(tmp_path, cases, ".bin", run_flat)
 
 
 @pytest.mark.parametrize("base", ["qwen2", "int8", "int4"])
