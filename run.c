@@ -26,11 +26,14 @@
        §14 sampler        logits to the next token
        §15 chat templates roles to ids
        §16 terminal       a line to type into
-       §17 generation     the loop: prompt in, text out
-       §18 inspection     tokenize, info, perplexity
-       §19 chat           a conversation, its commands and its file
-       §20 bench          speed, beside the limits of the machine
-       §21 command line   one table of options drives parsing, help and man page
+       §17 sequences      the loop: many texts, each a token further; drafts, scores, sliding
+       §18 generation     options and prompt in, text or JSON out
+       §19 inspection     tokenize, info, perplexity
+       §20 chat           a conversation, its commands and its file
+       §21 requests       JSON Lines in
+       §22 batch          thousands of prompts, some at a time
+       §23 bench          speed, beside the limits of the machine
+       §24 command line   one table of options drives parsing, help and man page
 
    In a hurry? Read §3 (what a model is), §7 (what it computes) and §17 (the loop around it). §2 to §7 are the engine;
    what follows reads files and talks to people.
@@ -241,6 +244,16 @@ static void text_append(Text *t, const void *bytes, size_t n) {
     }
     if (n) memcpy(t->data + t->len, bytes, n);
     t->len += n;
+}
+
+__attribute__((format(printf, 2, 3))) static void text_format(Text *t, const char *format, ...) {
+    va_list args;
+    char piece[512];
+    va_start(args, format);
+    int n = vsnprintf(piece, sizeof piece, format, args);
+    va_end(args);
+    assert(n >= 0 && n < (int)sizeof piece);
+    text_append(t, piece, (size_t)n);
 }
 
 // Everything that a stream still holds. A text file, a pipe or standard input; `name` is for messages.
@@ -625,7 +638,7 @@ typedef struct {
     const void *mins;   // the same, or NULL
 } Matrix;
 
-typedef enum { ROPE_UNSCALED, ROPE_LINEAR, ROPE_YARN } RopeScaling;
+typedef enum { ROPE_UNSCALED, ROPE_LINEAR, ROPE_YARN, ROPE_NTK } RopeScaling; // files have all but the last
 
 typedef struct {
     int dim, hidden_dim, n_layers, n_heads, n_kv_heads, head_dim, vocab_size;
@@ -1296,19 +1309,34 @@ static double yarn_share(const Config *c, int i) {
 }
 
 // RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians (Su et al. 2021, eq. 15). A model stretched to a
-// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; or by a
-// list of divisors in the file, as Llama 3 does.
+// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; NTK-aware
+// scaling raises the base so that the slowest pair turns more slowly by the factor, the fastest not at all, and those
+// between in between (Peng et al. 2023, eq. 16: base * factor^(head_dim / (head_dim - 2))); or by a list of divisors in
+// the file, as Llama 3 does.
 static void rope_prepare(Model *m) {
     const Config *c = &m->config;
+    bool ntk = c->rope_scaling == ROPE_NTK && c->head_dim > 2;
+    double base = c->rope_base * (ntk ? pow(c->rope_factor, c->head_dim / (c->head_dim - 2.0)) : 1);
     m->rope_freqs = alloc((size_t)c->head_dim / 2, sizeof *m->rope_freqs, "RoPE frequencies");
     m->rope_magnitude = c->rope_scaling == ROPE_YARN ? (float)(0.1 * log(c->rope_factor) + 1) : 1;
     for (int i = 0; i < c->head_dim / 2; i++) {
-        double freq = pow(c->rope_base, -2.0 * i / c->head_dim), share = 0;
+        double freq = pow(base, -2.0 * i / c->head_dim), share = 0;
         if (c->rope_scaling == ROPE_LINEAR) share = 1;
         if (c->rope_scaling == ROPE_YARN) share = yarn_share(c, i);
         double divisor = m->rope_divisors ? (double)m->rope_divisors[i] : 1;
         m->rope_freqs[i] = (freq * (1 - share) + freq / c->rope_factor * share) / divisor;
     }
+}
+
+// Stretch the context by a factor, in place of what the file says. (Divisors stay: the model was trained with them.)
+static void rope_stretch(Model *m, RopeScaling scaling, double factor) {
+    Config *c = &m->config;
+    if (c->rope_scaling == ROPE_UNSCALED) c->rope_n_ctx = c->n_ctx_train;
+    c->rope_scaling = scaling;
+    c->rope_factor = factor;
+    c->n_ctx_train = (int)fmin(c->rope_n_ctx * factor, 1 << 26);
+    free(m->rope_freqs);
+    rope_prepare(m);
 }
 
 // cos and sin of the angle of every pair at a position: turns[2i], turns[2i + 1]. In double: at position 100,000 a
@@ -1353,7 +1381,13 @@ static void swiglu(float *out, const float *gate, const float *up, int n) {
 //
 // As f32 a step is one element, as f16 two: of keys two neighbouring elements, of values those of two neighbouring
 // positions. Halves take half the memory and, in a long context, half the time; what they lose is far below what 8-bit
-// weights have lost already, so they are the choice for every model whose weights are not f32.
+// weights have lost already, so they are the choice for every model whose weights are not f32. As int8 (q8), blocks of
+// 32 elements share a scale, as activations do (quantize_block): 9/16 of the memory of halves. Attention turns them
+// into floats again, block of positions by block.
+//
+// With a SLIDING WINDOW a row sees only the newest positions, and the cache need not hold more: it becomes a ring, and
+// position t lies in slot t mod n_slots. The rows of one forward are stored before the first of them attends, so the
+// ring holds the window and the largest chunk.
 //
 // The operating system commits pages as they are touched: a long context costs nothing until it is used.
 
@@ -1372,6 +1406,7 @@ enum {
 typedef struct {
     float *q;          // [queries, head_dim]
     float *scores;     // [queries, ATTENTION_BLOCK]
+    float *unpacked;   // [ATTENTION_BLOCK, head_dim padded]   a block of int8 keys, or values, as floats
     float *part, *out; // [queries, head_dim padded]
     float *max, *sum;  // [queries]
     float *rescale;    // [queries]
@@ -1385,10 +1420,10 @@ typedef struct {
 typedef struct {
     const Model *model;
     int n_ctx, n_seqs, max_rows, max_logits, n_threads;
+    int n_slots;       // positions that the cache of a sequence holds: n_ctx, or fewer in a ring
     int span_rows;     // rows in a span, at most
-    Type kv_type;      // F32 or F16
-    size_t key_words;  // 4-byte words of the keys of one kv head
-    size_t head_words; // of its keys and values
+    Type kv_type;      // F32, F16 or I8
+    size_t head_words; // 4-byte words of the keys and values of one kv head
     size_t v_stride;   // head_dim in whole panels; and so the widths of what matrices write:
     size_t dim_stride, q_stride, kv_stride, hidden_stride, vocab_stride;
     float *x;         // [max_rows, dim_stride]      the residual stream
@@ -1407,9 +1442,32 @@ typedef struct {
     uint32_t *cache;              // [n_seqs, n_layers, n_kv_heads, keys then values]
 } Session;
 
+// 4-byte words of one key, and of one value, in one kv head. int8: the elements, then a scale for each block of them.
+static size_t key_words(const Config *c, Type type) {
+    size_t hd = (size_t)c->head_dim;
+    return type == I8 ? pad(hd, 4) / 4 + pad(hd, BLOCK) / BLOCK : hd / (size_t)step_columns(type);
+}
+
+static size_t value_words(const Config *c, Type type) {
+    size_t hd = pad((size_t)c->head_dim, PANEL);
+    return type == I8 ? hd / 4 + pad(hd, BLOCK) / BLOCK : hd / (size_t)step_columns(type);
+}
+
 // Bytes of the key and value of one position in one kv head.
 static size_t cache_position_bytes(const Config *c, Type type) {
-    return ((size_t)c->head_dim + pad((size_t)c->head_dim, PANEL)) * 4 / (size_t)step_columns(type);
+    return (key_words(c, type) + value_words(c, type)) * 4;
+}
+
+// Bytes that a token takes in the cache of all layers.
+static size_t cache_token_bytes(const Config *c, Type type) {
+    return cache_position_bytes(c, type) * (size_t)c->n_layers * (size_t)c->n_kv_heads;
+}
+
+// How many positions the cache of a sequence has to hold, in whole blocks where it is a ring: then the positions of a
+// block lie together in it.
+static int cache_slots(const Config *c, int n_ctx, int max_rows) {
+    size_t all = pad((size_t)n_ctx, PANEL), ring = pad((size_t)c->sliding_window + (size_t)max_rows, ATTENTION_BLOCK);
+    return (int)(c->sliding_window && ring < all ? ring : all);
 }
 
 static size_t cache_words(const Session *s) {
@@ -1418,6 +1476,7 @@ static size_t cache_words(const Session *s) {
     return product(heads, s->head_words, "key/value cache");
 }
 
+// Where the keys, and the values, of a kv head begin.
 static uint32_t *cache_keys(const Session *s, int seq, int layer, int kv_head) {
     const Config *c = &s->model->config;
     size_t head = ((size_t)seq * (size_t)c->n_layers + (size_t)layer) * (size_t)c->n_kv_heads + (size_t)kv_head;
@@ -1425,19 +1484,66 @@ static uint32_t *cache_keys(const Session *s, int seq, int layer, int kv_head) {
 }
 
 static uint32_t *cache_values(const Session *s, int seq, int layer, int kv_head) {
-    return cache_keys(s, seq, layer, kv_head) + s->key_words;
+    return cache_keys(s, seq, layer, kv_head) + (size_t)s->n_slots * key_words(&s->model->config, s->kv_type);
 }
 
-// The keys, or the values, of a kv head from position t (a multiple of 16) on, as matrices for §4.
-static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t) {
-    int hd = s->model->config.head_dim;
-    size_t panel = (size_t)(hd / step_columns(s->kv_type)) * PANEL;
-    return (FloatPanels){s->kv_type, keys + (size_t)t / PANEL * panel, PANEL, panel, hd};
+// Whether the cache still holds what a row at `pos` may see, when positions before `end` have been stored, and perhaps
+// some more in vain. A ring forgets.
+static bool cache_reaches(const Session *s, int end, int pos) {
+    int forgotten = s->n_slots < s->n_ctx ? end + s->max_rows - s->n_slots : 0;
+    return forgotten <= 0 || pos - s->model->config.sliding_window + 1 >= forgotten;
 }
 
-static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n) {
-    const uint32_t *first = values + (size_t)(t / step_columns(s->kv_type)) * s->v_stride;
-    return (FloatPanels){s->kv_type, first, s->v_stride, PANEL, n};
+// Copy what n positions of a sequence have in the cache to another sequence.
+static void cache_copy(const Session *s, int from, int to, int n) {
+    const Config *c = &s->model->config;
+    size_t slots = pad((size_t)min_int(n, s->n_slots), PANEL);
+    for (int l = 0; l < c->n_layers; l++)
+        for (int h = 0; h < c->n_kv_heads; h++) {
+            memcpy(cache_keys(s, to, l, h), cache_keys(s, from, l, h), slots * key_words(c, s->kv_type) * 4);
+            memcpy(cache_values(s, to, l, h), cache_values(s, from, l, h), slots * value_words(c, s->kv_type) * 4);
+        }
+}
+
+// int8 keys of n positions as f32 panels. keys: the first of n / 16 panels of words of 4 int8, a panel's scales behind
+// them.
+static void unpack_keys(float *out, const uint32_t *keys, int n, int hd) {
+    const int words = (hd + 3) / 4, blocks = (hd + BLOCK - 1) / BLOCK;
+    for (int t = 0; t < n; t += PANEL, keys += (size_t)(words + blocks) * PANEL)
+        for (int i = 0; i < hd; i++, out += PANEL) {
+            const uint32_t *word = keys + (size_t)(i / 4) * PANEL, *scale = keys + (size_t)(words + i / BLOCK) * PANEL;
+            for (int j = 0; j < PANEL; j++)
+                out[j] = float_from_bits(scale[j]) * (float)((int32_t)(word[j] << (24 - 8 * (i % 4))) >> 24);
+        }
+}
+
+// int8 values of n positions as floats. values: for each, v_stride / 4 words of 4 int8 and its scales.
+static void unpack_values(float *out, const uint32_t *values, int n, int v_stride) {
+    const int words = v_stride / 4, blocks = (v_stride + BLOCK - 1) / BLOCK;
+    for (int t = 0; t < n; t++, values += words + blocks, out += v_stride) {
+        const int8_t *q = (const int8_t *)values;
+        for (int i = 0; i < v_stride; i += PANEL) {
+            float scale = float_from_bits(values[words + i / BLOCK]);
+            for (int j = 0; j < PANEL; j++) out[i + j] = scale * (float)q[i + j];
+        }
+    }
+}
+
+// The keys, or the values, of n positions of a kv head from slot t (a multiple of 16) on, as matrices for §4.
+static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t, int n, float *unpacked) {
+    const Config *c = &s->model->config;
+    size_t panel = key_words(c, s->kv_type) * PANEL;
+    keys += (size_t)t / PANEL * panel;
+    if (s->kv_type != I8) return (FloatPanels){s->kv_type, keys, PANEL, panel, c->head_dim};
+    unpack_keys(unpacked, keys, n, c->head_dim);
+    return (FloatPanels){F32, (const uint32_t *)unpacked, PANEL, (size_t)c->head_dim * PANEL, c->head_dim};
+}
+
+static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n, float *unpacked) {
+    values += (size_t)t * value_words(&s->model->config, s->kv_type);
+    if (s->kv_type != I8) return (FloatPanels){s->kv_type, values, s->v_stride, PANEL, n};
+    unpack_values(unpacked, values, n, (int)s->v_stride);
+    return (FloatPanels){F32, (const uint32_t *)unpacked, s->v_stride, PANEL, n};
 }
 
 // out = x as halves, n of them; what is beyond the largest half, 65504, becomes that
@@ -1452,19 +1558,37 @@ static void f16_from_floats(uint16_t *out, const float *x, int n) {
     }
 }
 
+// x: [n] as int8. Word w of 4 elements goes to words[w * stride], the scale of block b to scales[b * stride].
+static void store_int8(uint32_t *words, uint32_t *scales, size_t stride, const float *x, int n) {
+    for (int i = 0; i < n; i += BLOCK, scales += stride) {
+        float block[BLOCK] = {0}, scale, sum;
+        int32_t q[BLOCK / 4], start[N_STARTS];
+        memcpy(block, x + i, (size_t)min_int(BLOCK, n - i) * sizeof *x);
+        quantize_block(block, 1, q, start, &scale, &sum);
+        for (int j = 0; j < BLOCK / 4 && i + 4 * j < n; j++, words += stride) *words = (uint32_t)q[j];
+        *scales = bits_of_float(scale);
+    }
+}
+
 // Put the key and value of one kv head at a position. k, v: [head_dim]
 static void cache_store(const Session *s, int layer, int kv_head, const Row *row, const float *k, const float *v) {
     enum { PART = 64 };
-    int hd = s->model->config.head_dim;
-    size_t t = (size_t)row->pos;
+    const Config *c = &s->model->config;
+    int hd = c->head_dim;
+    size_t t = (size_t)(row->pos % s->n_slots), words = value_words(c, s->kv_type);
     uint32_t *keys = cache_keys(s, row->seq, layer, kv_head), *values = cache_values(s, row->seq, layer, kv_head);
-    uint32_t *key = keys + t / PANEL * PANEL * (size_t)(hd / step_columns(s->kv_type)) + t % PANEL;
+    uint32_t *key = keys + t / PANEL * PANEL * key_words(c, s->kv_type) + t % PANEL;
     if (s->kv_type == F32) {
         for (int i = 0; i < hd; i++) key[(size_t)i * PANEL] = bits_of_float(k[i]);
-        memcpy(values + t * s->v_stride, v, (size_t)hd * sizeof *v);
+        memcpy(values + t * words, v, (size_t)hd * sizeof *v);
         return;
     }
-    uint16_t half[PART], *value = (uint16_t *)(values + t / 2 * s->v_stride) + t % 2;
+    if (s->kv_type == I8) {
+        store_int8(key, key + pad((size_t)hd, 4) / 4 * PANEL, PANEL, k, hd);
+        store_int8(values + t * words, values + t * words + s->v_stride / 4, 1, v, hd);
+        return;
+    }
+    uint16_t half[PART], *value = (uint16_t *)(values + t / 2 * 2 * words) + t % 2;
     for (int i = 0; i < hd; i += PART) {
         int n = min_int(PART, hd - i);
         f16_from_floats(half, k + i, n);
@@ -1501,9 +1625,8 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     *s = (Session){.model = m, .n_ctx = n_ctx, .n_seqs = n_seqs, .max_rows = max_rows, .max_logits = max_logits};
     s->n_threads = n_threads;
     s->kv_type = kv_type;
-    size_t positions = pad((size_t)n_ctx, PANEL);
-    s->key_words = product(positions, (size_t)c->head_dim, "key/value cache") / (size_t)step_columns(kv_type);
-    s->head_words = product(positions, cache_position_bytes(c, kv_type), "key/value cache") / 4;
+    s->n_slots = cache_slots(c, n_ctx, max_rows);
+    s->head_words = product((size_t)s->n_slots, cache_position_bytes(c, kv_type), "key/value cache") / 4;
     s->dim_stride = pad((size_t)c->dim, PANEL);
     s->q_stride = pad((size_t)q_dim(c), PANEL);
     s->kv_stride = pad((size_t)kv_dim(c), PANEL);
@@ -1527,12 +1650,13 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     s->spans = alloc(n, sizeof *s->spans, "session");
     s->scratch = alloc((size_t)n_threads, sizeof *s->scratch, "session");
     for (int i = 0; i < n_threads; i++) {
-        size_t queries = (size_t)(s->span_rows * group);
-        float *f =
-            alloc(queries * ((size_t)c->head_dim + ATTENTION_BLOCK + 2 * s->v_stride + 3), sizeof *f, "attention");
+        size_t queries = (size_t)(s->span_rows * group), unpacked = kv_type == I8 ? ATTENTION_BLOCK * s->v_stride : 0;
+        float *f = alloc(unpacked + queries * ((size_t)c->head_dim + ATTENTION_BLOCK + 2 * s->v_stride + 3), sizeof *f,
+                         "attention");
         Scratch *t = &s->scratch[i];
         t->scores = f; // first, and a multiple of 16 floats each, so that the vectors lie on cache lines
-        t->part = t->scores + queries * ATTENTION_BLOCK;
+        t->unpacked = t->scores + queries * ATTENTION_BLOCK;
+        t->part = t->unpacked + unpacked;
         t->out = t->part + queries * s->v_stride;
         t->q = t->out + queries * s->v_stride;
         t->max = t->q + queries * (size_t)c->head_dim;
@@ -1678,15 +1802,16 @@ static void attend(const Session *s, Scratch *t, int layer, int kv_head, const R
     int start = c->sliding_window ? max_int(0, first->pos - c->sliding_window + 1) : 0, end = first->pos + span.count;
     for (int b = start / ATTENTION_BLOCK * ATTENTION_BLOCK; b < end; b += ATTENTION_BLOCK) {
         int n = min_int(ATTENTION_BLOCK, end - b), padded = (int)pad((size_t)n, PANEL);
-        multiply_float(padded / PANEL, n_queries, key_panels(s, keys, b), t->q, (size_t)hd, t->scores, ATTENTION_BLOCK);
+        multiply_float(padded / PANEL, n_queries, key_panels(s, keys, b % s->n_slots, padded, t->unpacked), t->q,
+                       (size_t)hd, t->scores, ATTENTION_BLOCK);
         for (int i = 0; i < n_queries; i++) {
             int pos = first->pos + i / group, oldest = c->sliding_window ? pos - c->sliding_window + 1 : 0;
             int from = max_int(oldest - b, 0), to = min_int(pos + 1 - b, n);
             softmax_block(t->scores + (size_t)i * ATTENTION_BLOCK, padded, from, to, &t->max[i], &t->sum[i],
                           &t->rescale[i]);
         }
-        multiply_float((int)s->v_stride / PANEL, n_queries, value_panels(s, values, b, n), t->scores, ATTENTION_BLOCK,
-                       t->part, s->v_stride);
+        multiply_float((int)s->v_stride / PANEL, n_queries, value_panels(s, values, b % s->n_slots, n, t->unpacked),
+                       t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
         for (int i = 0; i < n_queries; i++)
             for (size_t j = (size_t)i * s->v_stride; j < (size_t)(i + 1) * s->v_stride; j++)
                 t->out[j] = fma1(t->out[j], t->rescale[i], t->part[j]);
@@ -3814,6 +3939,10 @@ typedef struct {
     float *p;           // [n padded to 16] logits, then probabilities
     Ranked *candidates; // [n]
     bool *seen;         // [n]
+    // what the last token was drawn from:
+    const Ranked *nucleus; // [n_nucleus] the candidates, and the sum of their probabilities
+    int n_nucleus;         // 0: all of p
+    float mass;
 } Sampler;
 
 // The generator is llama2.c's xorshift*, so that a seed means there what it means here. State 0 would stay 0 for ever.
@@ -3833,12 +3962,10 @@ static float rng_float(uint64_t *state) {
 static Sampler *sampler_open(Sampling sampling, uint64_t seed, int vocab_size) {
     Sampler *s = alloc(1, sizeof *s, "sampler");
     size_t n = pad((size_t)vocab_size, SUM_LANES);
-    *s = (Sampler){sampling,
-                   rng_seed(seed),
-                   vocab_size,
-                   alloc(n, sizeof(float), "sampler"),
-                   alloc(n, sizeof(Ranked), "sampler"),
-                   alloc(n, sizeof(bool), "sampler")};
+    *s = (Sampler){.sampling = sampling, .rng = rng_seed(seed), .n = vocab_size};
+    s->p = alloc(n, sizeof *s->p, "sampler");
+    s->candidates = alloc(n, sizeof *s->candidates, "sampler");
+    s->seen = alloc(n, sizeof *s->seen, "sampler");
     return s;
 }
 
@@ -3849,11 +3976,18 @@ static void sampler_free(Sampler *s) {
     free(s);
 }
 
+// The first of the largest. (A maximum for each of 16 lanes, so that the compiler may use vectors.)
 static int argmax(const float *x, int n) {
-    int best = 0;
-    for (int i = 1; i < n; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
+    float lane[SUM_LANES], highest = -INFINITY;
+    int i = 0;
+    for (int j = 0; j < SUM_LANES; j++) lane[j] = -INFINITY;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int j = 0; j < SUM_LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (int j = 0; i + j < n; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (int j = 0; j < SUM_LANES; j++) highest = lane[j] > highest ? lane[j] : highest;
+    for (i = 0; i < n; i++)
+        if (x[i] == highest) return i;
+    return 0;
 }
 
 static void apply_penalty(Sampler *s, const int *history, int n_history) {
@@ -3900,6 +4034,15 @@ static int draw_from_all(const float *p, int n, float coin) {
     return 0;
 }
 
+// No choice: the next token is this one.
+static int draw_from_one(Sampler *s, int id) {
+    s->candidates[0] = (Ranked){1, id, 0};
+    s->nucleus = s->candidates;
+    s->n_nucleus = 1;
+    s->mass = 1;
+    return id;
+}
+
 // A draw from the best candidates. Only as many as the nucleus needs are taken out of the heap, in falling order; the
 // coin then walks these. A probability below (1 - p) / (n - 1) cannot be part of it: the heap need not hold them.
 static int draw_from_nucleus(Sampler *s, float smallest, float coin) {
@@ -3908,7 +4051,7 @@ static int draw_from_nucleus(Sampler *s, float smallest, float coin) {
     int n = 0, taken = 0;
     for (int i = 0; i < s->n; i++)
         if (s->p[i] > 0 && s->p[i] >= smallest) s->candidates[n++] = (Ranked){s->p[i], i, 0};
-    if (n == 0) return argmax(s->p, s->n);
+    if (n == 0) return draw_from_one(s, argmax(s->p, s->n)); // a top_p below 1 / n
     heap_build(s->candidates, n);
     float mass = 0;
     Ranked *nucleus = s->candidates + n; // popped entries gather from the end of the heap's array downwards
@@ -3918,6 +4061,9 @@ static int draw_from_nucleus(Sampler *s, float smallest, float coin) {
         mass += best.score;
         taken++;
     }
+    s->nucleus = nucleus;
+    s->n_nucleus = taken;
+    s->mass = mass;
     float r = coin * mass, cdf = 0;
     for (int i = taken - 1; i >= 0; i--) {
         cdf += nucleus[i].score;
@@ -3926,33 +4072,43 @@ static int draw_from_nucleus(Sampler *s, float smallest, float coin) {
     return nucleus[0].index;
 }
 
-// log softmax(logits)[id]. logits: [n padded to 16], and is overwritten.
-static double log_probability(float *logits, int n, int id) {
-    float max = logits[argmax(logits, n)], chosen = logits[id];
+// log sum e^logits: with it, log softmax(logits)[i] = logits[i] - that. logits: [n padded to 16], and is overwritten.
+static double log_sum_exp(float *logits, int n) {
+    float max = logits[argmax(logits, n)];
     int padded = (int)pad((size_t)n, SUM_LANES);
     for (int i = n; i < padded; i++) logits[i] = -INFINITY;
-    return (double)chosen - (double)max - log((double)exp_and_sum(logits, padded, max));
+    return (double)max + log((double)exp_and_sum(logits, padded, max));
 }
 
 // The next token. logits: [n]; history: the ids so far, for the penalty. Returns -1 where the logits hold a NaN or no
 // finite maximum: a broken model. One random number is drawn for each token, none at temperature 0.
 static int sampler_pick(Sampler *s, const float *logits, const int *history, int n_history) {
     const Sampling *how = &s->sampling;
-    for (int i = 0; i < s->n; i++)
-        if (isnan(logits[i])) return -1;
+    bool broken = false;
+    for (int i = 0; i < s->n; i++) broken |= logits[i] != logits[i];
+    if (broken) return -1;
     memcpy(s->p, logits, (size_t)s->n * sizeof *s->p);
     apply_penalty(s, history, n_history);
     int best = argmax(s->p, s->n);
     if (!isfinite(s->p[best])) return -1;
-    if (how->temperature == 0) return best;
+    if (how->temperature == 0) return draw_from_one(s, best);
     float coin = rng_float(&s->rng);
     for (int i = 0; i < s->n; i++) s->p[i] /= how->temperature;
-    if (!isfinite(s->p[best])) return best; // a temperature so low that it overflows: its limit is the best token
+    if (!isfinite(s->p[best]))
+        return draw_from_one(s, best); // a temperature so low that it overflows: its limit is the best token
     apply_top_k(s);
     softmax(s->p, s->n, s->p[best]); // nothing so far has changed which token is best
     bool cut = (how->top_k > 0 && how->top_k < s->n) || how->min_p > 0 || (how->top_p > 0 && how->top_p < 1);
-    if (!cut) return draw_from_all(s->p, s->n, coin);
-    return draw_from_nucleus(s, how->min_p * s->p[best], coin);
+    if (cut) return draw_from_nucleus(s, how->min_p * s->p[best], coin);
+    s->n_nucleus = 0;
+    return draw_from_all(s->p, s->n, coin);
+}
+
+// The probability with which the last pick could have been this token: 0 where it was cut off.
+static float sampler_probability(const Sampler *s, int id) {
+    for (int i = 0; i < s->n_nucleus; i++)
+        if (s->nucleus[i].index == id) return s->nucleus[i].score / s->mass;
+    return s->n_nucleus ? 0 : s->p[id];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4468,22 +4624,395 @@ static void line_free(Line *l) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §17 Generation
+// §17 Sequences
 //
-// From here on: what a user can ask for. Each mode is a function from the options of §21 to an exit code. Generated text
+// The autoregressive loop: run the newest token through the model, sample the next from the logits, append it, again.
+// A Sequence is one text on its way; `step` takes any number of them one token further with a single forward, each by
+// its own rows:
+//
+//   reading    a prompt, in chunks: as many of its tokens as there is room for. Only the last one's logits matter.
+//   decoding   one row, its newest token.
+//   guessing   behind that row, rows of drafted tokens (SPECULATIVE DECODING). The model says after each row what it
+//              would sample there, with the random numbers that it would use; while that is what was drafted, the next
+//              row is valid as well. So a step makes one token more than it accepts drafts, at little more than the
+//              price of one where reading the weights is what takes the time. What is sampled never depends on the
+//              drafts, so the text is the same, at any temperature. (Leviathan et al. 2023 and Chen et al. 2023 keep
+//              the distribution; keeping the random numbers as well keeps every token.)
+//
+// Because a logit does not depend on what else is computed with it, no sequence can tell whether it is alone. That is
+// CONTINUOUS BATCHING (Yu et al. 2022, Orca): sequences come and go between steps, readers beside decoders, and none
+// waits for another.
+//
+// When the context is full a sequence ends, or SLIDES: the first tokens, on which attention leans (Xiao et al. 2024,
+// attention sinks), and the newest half are kept, and computed again at their new positions.
+
+enum { MAX_DRAFT = 64, SINKS = 4 };
+
+typedef struct {
+    double start, prefilled, first, last; // when the prompt began to run, had run, when the first and last token came
+    double *latency;                      // [n] seconds from token to token, where they are wanted
+    int n, cap;
+    int n_prompt, n_steps, n_drafted, n_accepted; // tokens of the prompt that were run; steps that made tokens; drafts
+} Timing;
+
+// How likely a token was: by the logits, and as the sampler saw it, behind temperature, top-k, min-p and top-p.
+typedef struct {
+    int id;
+    float logprob, sampled; // natural logarithms
+} Score;
+
+typedef enum { FINISH_STOP, FINISH_LENGTH, FINISH_INTERRUPTED } Finish;
+
+typedef struct {
+    // What is wanted:
+    int max_new;         // tokens to make at most
+    const char **stops;  // [n_stops] texts before which it ends
+    int n_stops, n_top;  // the n_top best of each step are scored beside the chosen token; -1: no scores
+    bool streams, keeps; // its text goes to standard output at once; it is kept
+    bool echo;           // the prompt is kept (and scored) too
+    bool times;          // latencies are kept
+    // What there is so far:
+    Ids ids;      // prompt and answer, what the model is shown
+    int n_prompt; // the first so many were given
+    int n_cached; // the first so many are in the cache
+    int place;    // whose cache: the `seq` of its rows
+    int n_made;   // tokens sampled, the one that stops included
+    Sampler *sampler;
+    Decoder decoder;
+    Text held;     // text that may be the beginning of a stop string waits here until that is decided
+    Text text;     // what is kept, and
+    Ids kept;      // as ids, without the one that stops
+    Score *scores; // [n_scores]   1 + n_top for each of them
+    int n_scores, scores_cap;
+    bool done;
+    Finish finish;
+    Timing timing;
+    // In the present step:
+    int n_rows, n_draft, first_logits;
+    int draft[MAX_DRAFT];
+} Sequence;
+
+// A small model that guesses what the large one will say.
+typedef struct {
+    Model *model;
+    Session *session;
+    Sampler *sampler;
+    Ids cached;
+} Draft;
+
+// Everything that a mode with a model works with.
+typedef struct {
+    Model *model;
+    Tokenizer *tokenizer;
+    Session *session;
+    Row *rows; // [max_rows]
+    Draft *draft;
+    int n_draft; // tokens to draft in a step; from the context where `draft` is NULL
+    bool slides; // when the context is full
+    int n_threads;
+    long long n_rows; // run so far
+    double load_seconds;
+} Engine;
+
+static volatile sig_atomic_t interrupted; // set by Ctrl-C
+
+static void write_out(const char *bytes, size_t n) {
+    if ((n > 0 && fwrite(bytes, 1, n, stdout) != n) || fflush(stdout))
+        die("cannot write to standard output: %s", strerror(errno));
+}
+
+static void sequence_free(Sequence *q) {
+    free(q->ids.id);
+    free(q->kept.id);
+    free(q->held.data);
+    free(q->text.data);
+    free(q->scores);
+    free(q->timing.latency);
+}
+
+// --- text
+
+// Let go of the text that can be shown; `last`: nothing more will come, so nothing waits. Returns whether a stop string
+// has appeared: what stands before it is all.
+static bool sequence_show(Sequence *q, bool last) {
+    size_t n = q->held.len, hold = 0;
+    bool stopped = false;
+    for (int i = 0; i < q->n_stops; i++) {
+        const char *stop = q->stops[i];
+        size_t len = strlen(stop);
+        char *found = q->held.len >= len ? memmem(q->held.data, q->held.len, stop, len) : NULL;
+        if (found && (size_t)(found - q->held.data) < n) {
+            n = (size_t)(found - q->held.data);
+            stopped = true;
+        }
+        for (size_t k = len - 1; k > hold; k--) // the longest end of the text that begins a stop string
+            if (k <= q->held.len && !memcmp(q->held.data + q->held.len - k, stop, k)) hold = k;
+    }
+    if (!stopped && !last) n -= hold;
+    if (q->streams) write_out(q->held.data, n);
+    if (q->keeps) text_append(&q->text, q->held.data, n);
+    q->held.len -= n;
+    if (q->held.len) memmove(q->held.data, q->held.data + n, q->held.len);
+    return stopped;
+}
+
+static void sequence_finish(Sequence *q, Finish finish) {
+    q->done = true;
+    q->finish = finish;
+    decoder_flush(&q->decoder, &q->held);
+    if (sequence_show(q, true)) q->finish = FINISH_STOP;
+}
+
+// --- scores
+
+static void score_append(Sequence *q, Score score) {
+    if (q->n_scores == q->scores_cap) {
+        q->scores_cap = q->scores_cap ? 2 * q->scores_cap : 64;
+        Score *grown = realloc(q->scores, (size_t)q->scores_cap * sizeof *grown);
+        if (!grown) die("out of memory: %d scores", q->scores_cap);
+        q->scores = grown;
+    }
+    q->scores[q->n_scores++] = score;
+}
+
+// Score a token and the n_top best, in falling order. logits: [vocab], from which q's sampler has just picked; they are
+// overwritten.
+static void sequence_score(Sequence *q, float *logits, int id) {
+    const Sampler *s = q->sampler;
+    int at = q->n_scores;
+    score_append(q, (Score){id, logits[id], 0});
+    for (int i = 0; i < s->n && q->n_top > 0; i++) { // the best so far stand in order behind the token
+        int n = q->n_scores - at - 1;
+        if (n == q->n_top && !(logits[i] > q->scores[at + n].logprob)) continue;
+        if (n < q->n_top) score_append(q, (Score){0}), n++;
+        Score *best = q->scores + at + 1;
+        int rank = n - 1;
+        for (; rank > 0 && logits[i] > best[rank - 1].logprob; rank--) best[rank] = best[rank - 1];
+        best[rank] = (Score){i, logits[i], 0};
+    }
+    double sum = log_sum_exp(logits, s->n);
+    for (int i = at; i < q->n_scores; i++) {
+        q->scores[i].logprob = (float)((double)q->scores[i].logprob - sum);
+        q->scores[i].sampled = logf(sampler_probability(s, q->scores[i].id));
+    }
+}
+
+// Keep the prompt as if it had been made. Its first token follows nothing, so nothing says how likely it was.
+static void sequence_keep_prompt(Sequence *q, const char *text, size_t len) {
+    text_append(&q->text, text, len);
+    for (int i = 0; i < q->ids.len; i++) ids_append(&q->kept, q->ids.id[i]);
+    for (int i = 0; i <= q->n_top; i++) score_append(q, (Score){i ? -1 : q->ids.id[0], NAN, NAN});
+}
+
+// Score the token of the prompt at `pos` by the logits of the row before it.
+static void sequence_score_prompt(Sequence *q, float *logits, int pos) {
+    uint64_t rng = q->sampler->rng;
+    sampler_pick(q->sampler, logits, q->ids.id, pos); // for what it would sample from
+    q->sampler->rng = rng;
+    sequence_score(q, logits, q->ids.id[pos]);
+}
+
+// --- drafts
+
+// Drafts from the context: where the newest tokens have stood before, what followed them there may follow again. The
+// longest match counts, the newest among equals. Returns how many there are, at most n. Ref: Saxena 2023, prompt lookup
+// decoding.
+static int draft_from_context(const Ids *ids, int n, int *draft) {
+    enum { SHORTEST = 2, LONGEST = 16 };
+    int longest = SHORTEST - 1, at = ids->len;
+    for (int t = ids->len - 1; t > longest && longest < LONGEST; t--) {
+        int len = 0;
+        while (len < LONGEST && len < t && ids->id[t - 1 - len] == ids->id[ids->len - 1 - len]) len++;
+        if (len > longest) longest = len, at = t;
+    }
+    n = min_int(n, ids->len - at);
+    for (int i = 0; i < n; i++) draft[i] = ids->id[at + i];
+    return n;
+}
+
+// The tokens that the cache of a session has computed and these ids begin with: the rest is still to be run.
+static int common_prefix(const Session *s, const Ids *cached, int n_cached, const Ids *ids) {
+    int common = 0;
+    while (common < ids->len - 1 && common < n_cached && ids->id[common] == cached->id[common]) common++;
+    return cache_reaches(s, n_cached, common) ? common : 0;
+}
+
+// Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits.
+static void prefill(Session *s, const int *ids, int n, int pos, int seq) {
+    Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
+    for (int done = 0, count; done < n; done += count) {
+        count = min_int(n - done, s->max_rows);
+        for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
+        forward(s, rows, count);
+    }
+    free(rows);
+}
+
+// Drafts from a small model, which samples as the large one will and with the same random numbers: the more its
+// probabilities are alike, the more often both draw the same.
+static int draft_from_model(Draft *d, const Sequence *q, int n, int *draft) {
+    int common = common_prefix(d->session, &d->cached, d->cached.len, &q->ids);
+    if (n == 0) return 0;
+    d->cached.len = common;
+    for (int i = common; i < q->ids.len; i++) ids_append(&d->cached, q->ids.id[i]);
+    prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0);
+    d->sampler->rng = q->sampler->rng;
+    for (int i = 0; i < n; i++) {
+        int id = sampler_pick(d->sampler, d->session->logits, d->cached.id, d->cached.len);
+        if (id < 0) die("%s: the logits are not finite numbers: the weights are broken", d->model->path);
+        draft[i] = id;
+        if (i == n - 1) break;
+        ids_append(&d->cached, id);
+        forward(d->session, &(Row){id, d->cached.len - 1, 0, true}, 1);
+    }
+    return n;
+}
+
+// --- the step
+
+// Make room: keep the first tokens and the newest half of the context, to be computed again where they now stand.
+static void sequence_slide(Sequence *q, int n_ctx) {
+    int sinks = min_int(SINKS, n_ctx / 4), newest = max_int(1, n_ctx / 2);
+    memmove(q->ids.id + sinks, q->ids.id + q->ids.len - newest, (size_t)newest * sizeof *q->ids.id);
+    q->ids.len = sinks + newest;
+    q->n_cached = q->n_prompt = 0;
+}
+
+// The rows with which a sequence goes on, at most `room`: what the cache lacks of it, then drafts. Returns how many of
+// them want logits.
+static int sequence_plan(Engine *e, Sequence *q, Row *rows, int room) {
+    int missing = q->ids.len - q->n_cached, n = min_int(missing, room), wanted = 0;
+    int most =
+        min_int(min_int(e->n_draft, room - n), min_int(q->max_new - q->n_made - 1, e->session->n_ctx - q->ids.len));
+    q->n_draft = 0;
+    if (n == missing && most > 0)
+        q->n_draft =
+            e->draft ? draft_from_model(e->draft, q, most, q->draft) : draft_from_context(&q->ids, most, q->draft);
+    q->n_rows = n + q->n_draft;
+    for (int i = 0; i < q->n_rows; i++) {
+        int pos = q->n_cached + i, token = i < n ? q->ids.id[pos] : q->draft[i - n];
+        bool scored = q->echo && q->n_top >= 0 && pos + 1 < q->n_prompt;
+        rows[i] = (Row){token, pos, q->place, i >= missing - 1 || scored};
+        wanted += rows[i].want_logits;
+    }
+    return wanted;
+}
+
+// Sample the next token and take it in. logits: [vocab]
+static void sequence_sample(const Engine *e, Sequence *q, float *logits) {
+    int id = sampler_pick(q->sampler, logits, q->ids.id, q->ids.len);
+    if (id < 0)
+        die("%s: the logits at position %d are not finite numbers: the weights are broken", e->model->path,
+            q->ids.len - 1);
+    q->n_made++;
+    if (tokenizer_stops(e->tokenizer, id)) {
+        sequence_finish(q, FINISH_STOP);
+        return;
+    }
+    if (q->n_top >= 0) sequence_score(q, logits, id);
+    if (q->keeps) ids_append(&q->kept, id);
+    ids_append(&q->ids, id);
+    decoder_push(&q->decoder, e->tokenizer, id, &q->held);
+    if (sequence_show(q, false)) {
+        q->done = true;
+        q->finish = FINISH_STOP;
+    } else if (q->n_made == q->max_new) sequence_finish(q, FINISH_LENGTH);
+}
+
+// The tokens that a step has made arrived together: each gets its share of the time.
+static void sequence_time(Sequence *q, int made) {
+    Timing *t = &q->timing;
+    double now = seconds();
+    if (made == q->n_made) {
+        t->first = now;
+        t->last = t->prefilled;
+        made--;
+    }
+    for (int i = 0; i < made && q->times; i++) {
+        if (t->n == t->cap) {
+            t->cap = t->cap ? 2 * t->cap : 256;
+            double *grown = realloc(t->latency, (size_t)t->cap * sizeof *grown);
+            if (!grown) die("out of memory: statistics");
+            t->latency = grown;
+        }
+        t->latency[t->n++] = (now - t->last) / made;
+    }
+    t->last = now;
+    t->n_steps++;
+}
+
+// Take in what forward found for a sequence.
+static void sequence_advance(const Engine *e, Sequence *q) {
+    size_t stride = e->session->vocab_stride;
+    float *logits = e->session->logits + (size_t)q->first_logits * stride;
+    int n = q->n_rows - q->n_draft, made = q->n_made;
+    for (int i = 1; i <= n && q->echo && q->n_top >= 0 && q->n_cached + i < q->n_prompt; i++, logits += stride)
+        sequence_score_prompt(q, logits, q->n_cached + i);
+    q->n_cached += n;
+    if (!made) q->timing.n_prompt += n;
+    if (q->n_cached < q->ids.len) return;
+    if (!q->timing.prefilled) q->timing.prefilled = seconds();
+    if (q->max_new == 0) sequence_finish(q, FINISH_LENGTH);
+    for (int i = 0; !q->done; i++, logits += stride) {
+        sequence_sample(e, q, logits);
+        if (q->done || i == q->n_draft || q->ids.id[q->ids.len - 1] != q->draft[i]) break;
+        q->n_cached++; // this draft was right, so its row is
+        q->timing.n_accepted++;
+    }
+    q->timing.n_drafted += q->n_draft;
+    if (q->n_made > made) sequence_time(q, q->n_made - made);
+}
+
+// Take n sequences a step further, with one forward: those that decode first, then as much of the prompts as there is
+// room for.
+static void step(Engine *e, Sequence *const *all, int n) {
+    Session *s = e->session;
+    int n_rows = 0, n_logits = 0;
+    for (int i = 0; i < n; i++) {
+        if (all[i]->ids.len > s->n_ctx) sequence_slide(all[i], s->n_ctx);
+        all[i]->n_rows = 0;
+    }
+    for (int reading = 0; reading < 2; reading++)
+        for (int i = 0; i < n; i++) {
+            Sequence *q = all[i];
+            if ((q->ids.len - q->n_cached > 1) != reading) continue;
+            q->first_logits = n_logits;
+            n_logits += sequence_plan(e, q, e->rows + n_rows, s->max_rows - n_rows);
+            n_rows += q->n_rows;
+        }
+    forward(s, e->rows, n_rows);
+    e->n_rows += n_rows;
+#pragma omp parallel for num_threads(e->n_threads) schedule(dynamic) if (n > 1)
+    for (int i = 0; i < n; i++)
+        if (all[i]->n_rows) sequence_advance(e, all[i]);
+}
+
+// A sequence that is alone, to its end or Ctrl-C.
+static void sequence_run(Engine *e, Sequence *q) {
+    q->timing.start = seconds();
+    while (!q->done && !interrupted) {
+        step(e, &q, 1);
+        if (!q->n_made) show_progress("reading the prompt, tokens", q->n_cached, q->ids.len, q->timing.start);
+    }
+    if (!q->done) sequence_finish(q, FINISH_INTERRUPTED);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §18 Generation
+//
+// From here on: what a user can ask for. Each mode is a function from the options of §24 to an exit code. Generated text
 // goes to stdout, everything else to stderr.
 
 typedef struct {
-    const char *checkpoint, *tokenizer, *mode, *prompt, *file, *kv, *system, *template, *session;
-    double temperature, top_p, min_p, repeat_penalty;
-    int top_k, n_tokens, context, threads, chunk, window, stride;
+    const char *checkpoint, *tokenizer, *mode, *prompt, *file, *output, *kv, *system, *template, *session;
+    const char *draft, *on_full, *rope_scaling;
+    double temperature, top_p, min_p, repeat_penalty, rope_factor;
+    int top_k, n_tokens, context, threads, chunk, window, stride, batch, logprobs, lookup, n_draft;
     uint64_t seed;
-    bool seed_given, no_bos, special, stats, json, think, no_think, help, man, version;
+    bool seed_given, no_bos, special, stats, json, think, no_think, echo, unordered, resume, help, man, version;
     const char **stops;
     int n_stops;
 } Options;
-
-static volatile sig_atomic_t interrupted; // set by Ctrl-C
 
 static void on_interrupt(int signal_number) {
     (void)signal_number;
@@ -4494,11 +5023,6 @@ static void on_interrupt(int signal_number) {
 static void catch_interrupt(void) {
     struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = (int)(SA_RESETHAND | SA_RESTART)};
     sigaction(SIGINT, &action, NULL);
-}
-
-static void write_out(const char *bytes, size_t n) {
-    if ((n > 0 && fwrite(bytes, 1, n, stdout) != n) || fflush(stdout))
-        die("cannot write to standard output: %s", strerror(errno));
 }
 
 static bool stdin_is_redirected(void) {
@@ -4520,16 +5044,7 @@ static Text read_prompt(const Options *o, bool exact) {
     return text;
 }
 
-// Everything that a mode with a model works with.
-typedef struct {
-    Model *model;
-    Tokenizer *tokenizer;
-    Session *session;
-    int n_threads;
-    double load_seconds;
-} Engine;
-
-enum { TINY_MODEL = 4 << 20 }; // bytes read per token
+enum { TINY_MODEL = 4 << 20, SCORED_ROWS = 32 }; // bytes read per token; rows whose logits are held at a time
 
 static int choose_threads(const Options *o) {
 #ifdef _OPENMP
@@ -4550,7 +5065,11 @@ static void note_long_context(const char *option, int n, const Config *c) {
 // The type of the key/value cache: --kv, else what suits the weights (§6).
 static Type choose_kv_type(const Options *o, const Model *m) {
     if (!o->kv) return m->layers[0].q.type == F32 ? F32 : F16;
-    return strcmp(o->kv, "f32") ? F16 : F32;
+    return !strcmp(o->kv, "f32") ? F32 : !strcmp(o->kv, "f16") ? F16 : I8;
+}
+
+static const char *kv_name(Type type) {
+    return type == I8 ? "q8" : type_name(type);
 }
 
 static int choose_context(const Options *o, const Config *c) {
@@ -4567,6 +5086,13 @@ static Tokenizer *choose_tokenizer(const Options *o, const Checkpoint *checkpoin
     return t;
 }
 
+// --rope-scaling and --rope-factor, in place of what the file says.
+static void choose_rope(const Options *o, Model *m) {
+    if (!o->rope_scaling) return;
+    bool linear = !strcmp(o->rope_scaling, "linear"), yarn = !strcmp(o->rope_scaling, "yarn");
+    rope_stretch(m, linear ? ROPE_LINEAR : yarn ? ROPE_YARN : ROPE_NTK, o->rope_factor);
+}
+
 static void engine_load(Engine *e, const Options *o, bool with_tokenizer) {
     double start = seconds();
     if (!o->checkpoint)
@@ -4576,6 +5102,7 @@ static void engine_load(Engine *e, const Options *o, bool with_tokenizer) {
     if (with_tokenizer) e->tokenizer = choose_tokenizer(o, checkpoint);
     e->model = model_load(checkpoint, e->n_threads);
     checkpoint_close(checkpoint);
+    choose_rope(o, e->model);
     // A token of a tiny model is done before a second thread has woken up.
     if (!o->threads && model_bytes_per_token(e->model) < TINY_MODEL) e->n_threads = 1;
     if (with_tokenizer && e->tokenizer->n_pieces != e->model->config.vocab_size)
@@ -4584,67 +5111,88 @@ static void engine_load(Engine *e, const Options *o, bool with_tokenizer) {
     e->load_seconds = seconds() - start;
 }
 
+// Drafts must be tokens of the same vocabulary. other: that of the draft's file, or NULL where it has none.
+static void check_draft_vocabulary(const Engine *e, const Tokenizer *other, const Model *m) {
+    const Tokenizer *t = e->tokenizer;
+    if (m->config.vocab_size != t->n_pieces)
+        die("%s: expected a vocabulary of %d pieces, as %s has, got %d", m->path, t->n_pieces, e->model->path,
+            m->config.vocab_size);
+    for (int i = 0; other && i < t->n_pieces; i++)
+        if (t->pieces[i].len != other->pieces[i].len ||
+            memcmp(t->pieces[i].text, other->pieces[i].text, (size_t)t->pieces[i].len))
+            die("%s: expected the vocabulary of %s, but piece %d is '%.*s', not '%.*s'", m->path, e->model->path, i,
+                other->pieces[i].len, other->pieces[i].text, t->pieces[i].len, t->pieces[i].text);
+}
+
+// The model of --draft, with a cache for as long a context.
+static Draft *draft_open(const Options *o, const Engine *e, Sampling sampling) {
+    Draft *d = alloc(1, sizeof *d, "draft");
+    Checkpoint *checkpoint = checkpoint_open(o->draft);
+    Tokenizer *other = has_tokenizer(checkpoint) ? tokenizer_load(checkpoint) : NULL;
+    d->model = model_load(checkpoint, e->n_threads);
+    checkpoint_close(checkpoint);
+    choose_rope(o, d->model);
+    check_draft_vocabulary(e, other, d->model);
+    if (other) tokenizer_free(other);
+    d->sampler = sampler_open(sampling, 0, d->model->config.vocab_size);
+    d->session = session_open(d->model, choose_kv_type(o, d->model), e->session->n_ctx, 1,
+                              min_int(o->chunk, e->session->n_ctx), 1, e->n_threads);
+    return d;
+}
+
+static Sampling choose_sampling(const Options *o) {
+    return (Sampling){(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
+}
+
+// Room for n_seqs sequences, whose prompts are run in chunks.
+static void engine_open(Engine *e, const Options *o, int n_ctx, int n_seqs) {
+    bool scores_prompts = o->echo && o->logprobs >= 0; // logits for each row, so fewer rows
+    e->n_draft = o->draft ? o->n_draft : o->lookup;
+    e->slides = !strcmp(o->on_full, "slide");
+    int least = n_seqs * (1 + e->n_draft),
+        rows = max_int(least, scores_prompts ? min_int(o->chunk, SCORED_ROWS) : o->chunk);
+    e->session = session_open(e->model, choose_kv_type(o, e->model), n_ctx, n_seqs, rows, scores_prompts ? rows : least,
+                              e->n_threads);
+    e->rows = alloc((size_t)rows, sizeof *e->rows, "rows");
+    if (o->draft) e->draft = draft_open(o, e, choose_sampling(o));
+}
+
 static void engine_free(Engine *e) {
+    if (e->draft) {
+        session_free(e->draft->session);
+        sampler_free(e->draft->sampler);
+        model_free(e->draft->model);
+        free(e->draft->cached.id);
+        free(e->draft);
+    }
     if (e->session) session_free(e->session);
     if (e->tokenizer) tokenizer_free(e->tokenizer);
+    free(e->rows);
     model_free(e->model);
 }
 
-// Run ids[0..n) at positions from pos on through the model, in chunks. The logits of the last are s->logits[0].
-// Returns how many were run: fewer where Ctrl-C came.
-static int prefill(Session *s, const int *ids, int n, int pos, int seq) {
-    Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
-    double start = seconds();
-    int done = 0;
-    while (done < n && !interrupted) {
-        int count = min_int(n - done, s->max_rows);
-        for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
-        forward(s, rows, count);
-        done += count;
-        show_progress("reading the prompt, tokens", done, n, start);
-    }
-    free(rows);
-    return done;
+// The ids of a prompt, BOS in front where the vocabulary asks for it or nothing else is there.
+static void encode_prompt(const Options *o, const Tokenizer *t, const char *text, size_t len, Ids *ids) {
+    bool bos = t->add_bos || (len == 0 && t->bos >= 0);
+    if (bos && !o->no_bos) ids_append(ids, t->bos);
+    tokenizer_encode(t, text, len, o->special, ids);
 }
 
-// --- generate
-
-// Generated text on its way to stdout. Bytes that may be the beginning of a stop string wait until that is decided.
-typedef struct {
-    const Options *options;
-    Text held;
-    bool stopped;
-    bool quiet; // nothing is printed
-    Text *text; // also goes here
-} Output;
-
-// Print what can be printed; `last`: nothing more will come, so nothing waits.
-static void output_flush(Output *o, bool last) {
-    size_t n = o->held.len, hold = 0;
-    for (int i = 0; i < o->options->n_stops; i++) {
-        const char *stop = o->options->stops[i];
-        size_t len = strlen(stop);
-        char *found = o->held.len >= len ? memmem(o->held.data, o->held.len, stop, len) : NULL;
-        if (found && (size_t)(found - o->held.data) < n) {
-            n = (size_t)(found - o->held.data);
-            o->stopped = true;
-        }
-        for (size_t k = len - 1; k > hold; k--) // the longest end of the text that begins a stop string
-            if (k <= o->held.len && !memcmp(o->held.data + o->held.len - k, stop, k)) hold = k;
-    }
-    if (!o->stopped && !last) n -= hold;
-    if (!o->quiet) write_out(o->held.data, n);
-    text_append(o->text, o->held.data, n);
-    o->held.len -= n;
-    if (o->held.len) memmove(o->held.data, o->held.data + n, o->held.len);
+// What is to become of a sequence whose prompt is in q->ids, as the options say. n_tokens: as many may be made; 0: until
+// the context is full; below 0: the default.
+static void sequence_begin(const Options *o, const Engine *e, Sequence *q, int n_tokens) {
+    int n_ctx = e->session->n_ctx, n = q->ids.len, wanted = n_tokens < 0 ? 256 : n_tokens;
+    assert(n > 0 && n <= n_ctx);
+    // The token made last needs no position. llama2.c counts the prompt's tokens as steps, all but BOS.
+    int room = e->slides ? INT_MAX : n_ctx - n + 1;
+    q->max_new = room;
+    if (wanted) q->max_new = max_int(0, min_int(room, wanted - (e->model->counts_prompt ? n - 1 : 0)));
+    q->n_prompt = n;
+    q->n_top = o->logprobs;
+    q->echo = o->echo;
+    q->times = o->stats;
+    q->decoder.after_bos = n == 1 && q->ids.id[0] == e->tokenizer->bos;
 }
-
-typedef struct {
-    double start, prefilled, first; // when the prompt began to run, had run, and when the first token was there
-    double *latency;                // [n] seconds from token to token
-    int n, n_prompt, n_made;        // latencies; tokens of the prompt that were run, and of the answer
-    int n_kept;                     // tokens of the answer that are in the text: the stop token is not
-} Timing;
 
 static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -4666,6 +5214,14 @@ static double peak_memory_mib(void) {
     return (double)usage.ru_maxrss / (1 << 20); // bytes on macOS
 }
 
+// What the cache takes where it is full, and for each token.
+static void print_cache_memory(const Session *s) {
+    double per_token = (double)cache_token_bytes(&s->model->config, s->kv_type);
+    double all = per_token * min_int(s->n_slots, s->n_ctx) * s->n_seqs;
+    fprintf(stderr, "KV cache         %s, %.0f bytes per token, at most %.1f MiB\n", kv_name(s->kv_type), per_token,
+            all / (1 << 20));
+}
+
 static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
     double total = 0;
     for (int i = 0; i < t->n; i++) total += t->latency[i];
@@ -4673,112 +5229,106 @@ static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
             e->n_threads == 1 ? "" : "s");
     fprintf(stderr, "prefill          %.1f tokens/s (%d tokens)\n", t->n_prompt / (t->prefilled - t->start),
             t->n_prompt);
-    if (t->n_made)
+    if (t->first > 0)
         fprintf(stderr, "first token      after %.1f ms (time to first token)\n", (t->first - t->start) * 1e3);
     if (t->n > 0) {
         qsort(t->latency, (size_t)t->n, sizeof *t->latency, compare_doubles);
         double median = t->latency[t->n / 2], p99 = t->latency[(t->n - 1) * 99 / 100];
         fprintf(stderr, "decode           %.1f tokens/s (%d tokens)\n", t->n / total, t->n);
         fprintf(stderr, "inter-token      median %.2f ms, p99 %.2f ms\n", median * 1e3, p99 * 1e3);
-        fprintf(stderr, "weights read     %.1f GB/s\n", (double)model_bytes_per_token(e->model) / median / 1e9);
+        if (e->n_draft)
+            fprintf(stderr, "speculation      %.2f tokens per step, %d of %d drafts accepted\n",
+                    (t->n + 1.0) / t->n_steps, t->n_accepted, t->n_drafted);
+        else fprintf(stderr, "weights read     %.1f GB/s\n", (double)model_bytes_per_token(e->model) / median / 1e9);
     }
+    print_cache_memory(e->session);
     fprintf(stderr, "peak memory      %.0f MiB\n", peak_memory_mib());
     fprintf(stderr, "seed             %llu\n", (unsigned long long)seed);
 }
 
-typedef enum { FINISH_STOP, FINISH_LENGTH, FINISH_INTERRUPTED } Finish;
-
-// What is to be generated, and what was.
-typedef struct {
-    Ids *ids; // the prompt; the answer is appended
-    int from; // so many of them are in the cache already
-    int max_new;
-    bool quiet;
-    Text text; // the answer
-    int n_cached;
-    Finish finish;
-    Timing timing;
-} Generation;
-
-// The autoregressive loop: sample a token from the logits, print it, run it through the model.
-static void generate_tokens(Engine *e, const Options *o, Sampler *sampler, Generation *g) {
-    Session *s = e->session;
-    Ids *ids = g->ids;
-    Timing *timing = &g->timing;
-    Output out = {.options = o, .quiet = g->quiet, .text = &g->text};
-    Decoder decoder = {.after_bos = ids->len == 1 && ids->id[0] == e->tokenizer->bos};
-    double last = timing->start;
-    timing->n_prompt = prefill(s, ids->id + g->from, ids->len - g->from, g->from, 0);
-    timing->prefilled = seconds();
-    g->n_cached = g->from + timing->n_prompt;
-    g->finish = FINISH_LENGTH;
-    while (!interrupted && timing->n_made < g->max_new) {
-        int id = sampler_pick(sampler, s->logits, ids->id, ids->len);
-        if (id < 0)
-            die("%s: the logits at position %d are not finite numbers: the weights are broken", o->checkpoint,
-                ids->len - 1);
-        double now = seconds();
-        if (timing->n_made++ == 0) timing->first = now;
-        else timing->latency[timing->n++] = now - last;
-        last = now;
-        if (tokenizer_stops(e->tokenizer, id)) {
-            g->finish = FINISH_STOP;
-            break;
-        }
-        decoder_push(&decoder, e->tokenizer, id, &out.held);
-        output_flush(&out, false);
-        ids_append(ids, id);
-        timing->n_kept++;
-        if (out.stopped || interrupted || timing->n_made == g->max_new) break;
-        forward(s, &(Row){id, ids->len - 1, 0, true}, 1);
-        g->n_cached++;
-    }
-    if (out.stopped) g->finish = FINISH_STOP;
-    else {
-        decoder_flush(&decoder, &out.held);
-        output_flush(&out, true);
-    }
-    if (interrupted) g->finish = FINISH_INTERRUPTED;
-    free(out.held.data);
-}
+// --- JSON
 
 // A text as a JSON string. Bytes that are no UTF-8 become U+FFFD.
-static void print_json_string(const char *text, size_t n) {
-    putchar('"');
+static void json_string(Text *out, const char *text, size_t n) {
+    text_append(out, "\"", 1);
     for (size_t i = 0; i < n;) {
         unsigned char c = (unsigned char)text[i];
         int len = utf8_scan(text + i, n - i);
-        if (len <= 0) printf("\\ufffd");
-        else if (c == '"' || c == '\\') printf("\\%c", c);
-        else if (c == '\n') printf("\\n");
-        else if (c < 32) printf("\\u%04x", c);
-        else fwrite(text + i, 1, (size_t)len, stdout);
+        if (len <= 0) text_format(out, "\\ufffd");
+        else if (c == '"' || c == '\\') text_format(out, "\\%c", c);
+        else if (c == '\n') text_format(out, "\\n");
+        else if (c < 32) text_format(out, "\\u%04x", c);
+        else text_append(out, text + i, (size_t)len);
         i += (size_t)max_int(1, len);
     }
-    putchar('"');
+    text_append(out, "\"", 1);
 }
 
-// --json: one object on one line.
-static void print_json(const Options *o, const Engine *e, const Generation *g, uint64_t seed) {
+// A log-probability. That of what was cut off, or cannot be known, is null.
+static void json_logprob(Text *out, const char *name, float logprob) {
+    if (isfinite(logprob)) text_format(out, ", \"%s\": %.9g", name, (double)logprob);
+    else text_format(out, ", \"%s\": null", name);
+}
+
+static void json_score(Text *out, const Tokenizer *t, Score score) {
+    text_format(out, "{\"id\": %d, \"text\": ", score.id);
+    json_string(out, t->pieces[score.id].text, (size_t)t->pieces[score.id].len);
+    json_logprob(out, "logprob", score.logprob);
+    json_logprob(out, "sampled_logprob", score.sampled);
+}
+
+// A list with an entry for each kept token: how likely it was, and the n_top most likely in its place.
+static void json_scores(Text *out, const Tokenizer *t, const Sequence *q) {
+    text_format(out, ", \"logprobs\": [");
+    for (int i = 0; i < q->n_scores; i += 1 + q->n_top) {
+        if (i) text_format(out, ", ");
+        json_score(out, t, q->scores[i]);
+        text_format(out, ", \"top\": [");
+        for (int j = 1; j <= q->n_top && q->scores[i + j].id >= 0; j++) {
+            if (j > 1) text_format(out, ", ");
+            json_score(out, t, q->scores[i + j]);
+            text_format(out, "}");
+        }
+        text_format(out, "]}");
+    }
+    text_format(out, "]");
+}
+
+// What has become of a sequence: the members of an object, and its end. `ids`: what the list of token ids is called.
+static void json_sequence(Text *out, const Options *o, const Engine *e, const Sequence *q, const char *ids,
+                          uint64_t seed) {
     static const char *const reasons[] = {"stop", "length", "interrupt"};
-    const Timing *t = &g->timing;
-    printf("{\"text\": ");
-    print_json_string(g->text.data, g->text.len);
-    printf(", \"ids\": [");
-    for (int i = 0; i < t->n_kept; i++) printf(i ? ", %d" : "%d", g->ids->id[g->ids->len - t->n_kept + i]);
-    printf("], \"finish_reason\": \"%s\"", reasons[g->finish]);
+    const Timing *t = &q->timing;
+    text_format(out, "\"text\": ");
+    json_string(out, q->text.data, q->text.len);
+    text_format(out, ", \"%s\": [", ids);
+    for (int i = 0; i < q->kept.len; i++) text_format(out, i ? ", %d" : "%d", q->kept.id[i]);
+    text_format(out, "], \"finish_reason\": \"%s\"", reasons[q->finish]);
+    if (q->n_top >= 0) json_scores(out, e->tokenizer, q);
     if (o->stats) {
         double total = 0;
         for (int i = 0; i < t->n; i++) total += t->latency[i];
-        printf(", \"seed\": %llu, \"threads\": %d, \"load_seconds\": %.4f, \"prompt_tokens\": %d, \"prefill_seconds\": "
-               "%.6f",
-               (unsigned long long)seed, e->n_threads, e->load_seconds, t->n_prompt, t->prefilled - t->start);
-        if (t->n_made) printf(", \"first_token_seconds\": %.6f", t->first - t->start);
-        printf(", \"decoded_tokens\": %d, \"decode_seconds\": %.6f, \"peak_memory_mib\": %.1f", t->n, total,
-               peak_memory_mib());
+        text_format(out,
+                    ", \"seed\": %llu, \"threads\": %d, \"load_seconds\": %.4f, \"prompt_tokens\": %d, "
+                    "\"prefill_seconds\": %.6f",
+                    (unsigned long long)seed, e->n_threads, e->load_seconds, t->n_prompt, t->prefilled - t->start);
+        if (t->first > 0) text_format(out, ", \"first_token_seconds\": %.6f", t->first - t->start);
+        text_format(out, ", \"decoded_tokens\": %d, \"decode_seconds\": %.6f, \"peak_memory_mib\": %.1f", t->n, total,
+                    peak_memory_mib());
+        if (e->n_draft)
+            text_format(out, ", \"steps\": %d, \"drafted_tokens\": %d, \"accepted_tokens\": %d", t->n_steps,
+                        t->n_drafted, t->n_accepted);
     }
-    printf("}\n");
-    write_out("", 0);
+    text_format(out, "}\n");
+}
+
+// --json: one object on one line.
+static void print_json(const Options *o, const Engine *e, const Sequence *q, uint64_t seed) {
+    Text line = {0};
+    text_append(&line, "{", 1);
+    json_sequence(&line, o, e, q, "ids", seed);
+    write_out(line.data, line.len);
+    free(line.data);
 }
 
 static uint64_t choose_seed(const Options *o) {
@@ -4786,48 +5336,37 @@ static uint64_t choose_seed(const Options *o) {
     return o->seed_given ? o->seed : clock;
 }
 
-static Sampling choose_sampling(const Options *o) {
-    return (Sampling){(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
-}
-
 static int mode_generate(const Options *o) {
     Engine e = {0};
+    if (o->logprobs >= 0 && !o->json) die_usage("--logprobs: expected --json with it, where they can be printed");
     engine_load(&e, o, true);
     Text prompt = read_prompt(o, false);
-    Ids ids = {0};
-    bool bos = e.tokenizer->add_bos || (prompt.len == 0 && e.tokenizer->bos >= 0);
-    if (bos && !o->no_bos) ids_append(&ids, e.tokenizer->bos);
-    tokenizer_encode(e.tokenizer, prompt.data, prompt.len, o->special, &ids);
-    if (ids.len == 0) die_usage("expected a prompt: without one and without BOS there is no token to start from");
+    Sequence q = {.streams = !o->json, .keeps = o->json, .stops = o->stops, .n_stops = o->n_stops};
+    encode_prompt(o, e.tokenizer, prompt.data, prompt.len, &q.ids);
+    if (q.ids.len == 0) die_usage("expected a prompt: without one and without BOS there is no token to start from");
     int n_ctx = choose_context(o, &e.model->config);
-    if (ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", ids.len, n_ctx);
-    e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, 1, min_int(o->chunk, ids.len), 1, e.n_threads);
-    // The token made last needs no position. llama2.c counts the prompt's tokens as steps, all but BOS.
-    int room = n_ctx - ids.len + 1, n_tokens = o->n_tokens < 0 ? 256 : o->n_tokens;
-    int wanted = n_tokens - (e.model->counts_prompt ? ids.len - 1 : 0);
-    Generation g = {.ids = &ids, .max_new = n_tokens ? max_int(0, min_int(wanted, room)) : room, .quiet = o->json};
+    if (q.ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", q.ids.len, n_ctx);
+    engine_open(&e, o, n_ctx, 1);
+    sequence_begin(o, &e, &q, o->n_tokens);
     uint64_t seed = choose_seed(o);
-    Sampler *sampler = sampler_open(choose_sampling(o), seed, e.model->config.vocab_size);
+    q.sampler = sampler_open(choose_sampling(o), seed, e.model->config.vocab_size);
+    if (q.streams) write_out(prompt.data, prompt.len);
+    else if (q.echo) sequence_keep_prompt(&q, prompt.data, prompt.len);
     catch_interrupt();
-    size_t most = (size_t)g.max_new + 1;
-    double *latency = alloc_pages(most, sizeof *latency, "statistics");
-    g.timing = (Timing){.start = seconds(), .latency = latency};
-    if (!o->json) write_out(prompt.data, prompt.len);
-    generate_tokens(&e, o, sampler, &g);
-    if (o->json) print_json(o, &e, &g, seed);
+    sequence_run(&e, &q);
+    if (o->json) print_json(o, &e, &q, seed);
     else write_out("\n", 1);
-    if (o->stats && !o->json) print_stats(&e, &g.timing, seed);
-    free_pages(latency, most, sizeof *latency);
-    free(g.text.data);
-    free(ids.id);
+    if (o->stats && !o->json) print_stats(&e, &q.timing, seed);
+    int status = q.finish == FINISH_INTERRUPTED ? 130 : 0;
+    sampler_free(q.sampler);
+    sequence_free(&q);
     free(prompt.data);
-    sampler_free(sampler);
     engine_free(&e);
-    return g.finish == FINISH_INTERRUPTED ? 130 : 0;
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §18 Inspection
+// §19 Inspection
 //
 // What a text is to a tokenizer, what a checkpoint holds, and how well a model knows a text.
 
@@ -4881,7 +5420,7 @@ static void print_tokenizer(const Tokenizer *t) {
 }
 
 static void print_config(const Model *m) {
-    static const char *const scalings[] = {"", ", stretched linearly", ", stretched by YaRN"};
+    static const char *const scalings[] = {"", ", stretched linearly", ", stretched by YaRN", ", stretched NTK-aware"};
     const Config *c = &m->config;
     printf("dim             %d\nhidden_dim      %d\nn_layers        %d\n", c->dim, c->hidden_dim, c->n_layers);
     printf("n_heads         %d\nn_kv_heads      %d\nhead_dim        %d\n", c->n_heads, c->n_kv_heads, c->head_dim);
@@ -4892,14 +5431,17 @@ static void print_config(const Model *m) {
     printf("\noutput          %s\n", m->tied ? "tied to the embedding" : "separate");
 }
 
-static void print_sizes(const Model *m, Type kv_type, int n_ctx) {
+static void print_sizes(const Model *m, Type kv_type, int n_ctx, int chunk) {
     const Config *c = &m->config;
-    double per_token = (double)c->n_layers * c->n_kv_heads * (double)cache_position_bytes(c, kv_type);
+    double per_token = (double)cache_token_bytes(c, kv_type);
+    int slots = min_int(n_ctx, cache_slots(c, n_ctx, chunk));
     double weights = (double)model_bytes_per_token(m) + (m->tied ? 0 : (double)matrix_bytes(&m->embed));
     printf("weights         %.1f MiB in memory, %.1f MiB read for each token\n", weights / (1 << 20),
            (double)model_bytes_per_token(m) / (1 << 20));
-    printf("KV cache        %.0f bytes per token (%s), %.1f MiB for a context of %d\n", per_token, type_name(kv_type),
-           per_token * n_ctx / (1 << 20), n_ctx);
+    printf("KV cache        %.0f bytes per token (%s), %.1f MiB for a context of %d", per_token, kv_name(kv_type),
+           per_token * slots / (1 << 20), n_ctx);
+    if (slots < n_ctx) printf(" (a ring of %d)", slots);
+    printf("\n");
     static const char *const names[LAYER_MATRICES] = {"q", "k", "v", "o", "gate", "up", "down"};
     printf("matrices        types are those of the first layer, sizes of all\n");
     print_matrix("embed", &m->embed, 1, (double)matrix_bytes(&m->embed));
@@ -4932,7 +5474,7 @@ static int mode_info(const Options *o) {
         if (m->name[0]) printf("\n");
         print_config(m);
         if (t) print_tokenizer(t);
-        print_sizes(m, choose_kv_type(o, m), choose_context(o, &m->config));
+        print_sizes(m, choose_kv_type(o, m), choose_context(o, &m->config), o->chunk);
         model_free(m);
     }
     write_out("", 0);
@@ -4949,8 +5491,6 @@ static int mode_info(const Options *o) {
 // before it. A model without BOS has the token before the window in its place, and does not score the first of the
 // text.
 
-enum { PERPLEXITY_ROWS = 32 }; // logits of so many positions are held at a time
-
 typedef struct {
     double sum, sum_of_squares; // of -log p
     size_t n, bytes;            // tokens scored, and the bytes they stand for
@@ -4958,9 +5498,9 @@ typedef struct {
 
 // Score the tokens of one window, ids[0..n) behind `lead`, from index `first` on.
 static void score_window(Engine *e, int lead, const int *ids, int n, int first, Surprise *total) {
-    Row rows[PERPLEXITY_ROWS];
+    Row rows[SCORED_ROWS];
     for (int done = 0; done < n && !interrupted;) { // row i holds the token before ids[i] and predicts ids[i]
-        int count = min_int(n - done, PERPLEXITY_ROWS);
+        int count = min_int(n - done, SCORED_ROWS);
         for (int i = 0; i < count; i++) {
             int at = done + i;
             rows[i] = (Row){at ? ids[at - 1] : lead, at, 0, at >= first};
@@ -4969,7 +5509,7 @@ static void score_window(Engine *e, int lead, const int *ids, int n, int first, 
         for (int i = 0; i < e->session->n_wanted; i++) {
             int id = ids[done + e->session->wanted[i]];
             float *logits = e->session->logits + (size_t)i * e->session->vocab_stride;
-            double nll = -log_probability(logits, e->model->config.vocab_size, id);
+            double chosen = (double)logits[id], nll = log_sum_exp(logits, e->model->config.vocab_size) - chosen;
             if (!isfinite(nll)) die("the logits are not finite numbers: the weights are broken");
             const Piece *piece = &e->tokenizer->pieces[id];
             bool text = piece->type == NORMAL_PIECE || piece->type == USER_PIECE;
@@ -5008,8 +5548,7 @@ static int mode_perplexity(const Options *o) {
     int begin = bos ? 0 : 1, scored = begin, n = ids.len;
     if (n <= begin) die("perplexity: expected a text of at least %d tokens, got %d", begin + 1, n);
     if (o->n_tokens > 0) n = min_int(n, begin + o->n_tokens);
-    e.session =
-        session_open(e.model, choose_kv_type(o, e.model), window, 1, PERPLEXITY_ROWS, PERPLEXITY_ROWS, e.n_threads);
+    e.session = session_open(e.model, choose_kv_type(o, e.model), window, 1, SCORED_ROWS, SCORED_ROWS, e.n_threads);
     catch_interrupt();
     Surprise total = {0};
     for (; scored < n && !interrupted; begin += stride) {
@@ -5027,7 +5566,7 @@ static int mode_perplexity(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §19 Chat
+// §20 Chat
 //
 // A conversation: messages in, answers out. For every answer the whole conversation is rendered to ids (§15); of these
 // the cache already holds a common prefix, and only what follows is run through the model. So a turn costs its own
@@ -5041,8 +5580,8 @@ typedef struct {
     Sampler *sampler;
     Message *messages;
     int n_messages;
-    Ids cached; // the ids whose keys and values the cache holds
-    Timing timing;
+    Ids cached;    // the ids whose keys and values the cache holds
+    Timing timing; // of the last answer
     uint64_t seed;
     bool colours; // on standard error
 } Chat;
@@ -5133,35 +5672,40 @@ static void chat_print_stats(Chat *c) {
 // Answer the last message. Ctrl-C ends the answer; what was said stays.
 static void chat_answer(Chat *c) {
     Engine *e = c->engine;
-    int n_ctx = e->session->n_ctx, common = 0, least = chat_least(c);
+    const Options *o = c->options;
+    int n_ctx = e->session->n_ctx, least = chat_least(c);
     if (least >= n_ctx) {
         chat_say(c, "[a message of %d tokens does not fit into a context of %d (--context N): it is dropped]", least,
                  n_ctx);
         chat_remove(c, c->n_messages - 1, 1);
         return;
     }
-    Ids ids = chat_render(c);
-    while (common < ids.len - 1 && common < c->cached.len && ids.id[common] == c->cached.id[common]) common++;
-    int room = n_ctx - ids.len, wanted = max_int(0, c->options->n_tokens);
-    Generation g = {.ids = &ids, .from = common, .max_new = wanted ? min_int(wanted, room) : room};
-    g.timing = (Timing){.start = seconds(), .latency = c->timing.latency};
-    g.quiet = c->options->json;
+    Sequence q = {.streams = !o->json, .keeps = true, .stops = o->stops, .n_stops = o->n_stops, .sampler = c->sampler};
+    q.ids = chat_render(c);
+    q.n_cached = common_prefix(e->session, &c->cached, c->cached.len, &q.ids);
+    int room = e->slides ? INT_MAX : n_ctx - q.ids.len, wanted = max_int(0, o->n_tokens);
+    q.max_new = wanted ? min_int(wanted, room) : room;
+    q.n_top = o->logprobs;
+    q.times = true; // /stats may ask
     interrupted = 0;
     catch_interrupt();
-    generate_tokens(e, c->options, c->sampler, &g);
+    sequence_run(e, &q);
     signal(SIGINT, SIG_DFL);
     interrupted = 0;
-    if (c->options->json) print_json(c->options, e, &g, c->seed);
+    if (o->json) print_json(o, e, &q, c->seed);
     else write_out("\n", 1);
-    c->timing = g.timing;
-    chat_append(c, ASSISTANT, g.text.data, g.text.len);
-    ids.len = g.n_cached;
+    free(c->timing.latency);
+    c->timing = q.timing;
+    q.timing.latency = NULL; // it is the chat's now
+    chat_append(c, ASSISTANT, q.text.data, q.text.len);
     free(c->cached.id);
-    c->cached = ids;
-    if (g.finish == FINISH_INTERRUPTED) chat_say(c, "[stopped]");
-    if (g.finish == FINISH_LENGTH && g.max_new == room) chat_say(c, "[the context of %d tokens is full]", n_ctx);
-    if (c->options->stats && !c->options->json) chat_print_stats(c);
-    free(g.text.data);
+    c->cached = q.ids;
+    c->cached.len = q.n_cached;
+    q.ids = (Ids){0};
+    if (q.finish == FINISH_INTERRUPTED) chat_say(c, "[stopped]");
+    if (q.finish == FINISH_LENGTH && q.max_new == room) chat_say(c, "[the context of %d tokens is full]", n_ctx);
+    if (o->stats && !o->json) chat_print_stats(c);
+    sequence_free(&q);
 }
 
 // --- sessions: a conversation in a file
@@ -5194,17 +5738,18 @@ static uint64_t model_fingerprint(const Model *m) {
 }
 
 // 4-byte words of the cache that n positions take: of the keys, and of the values, of one kv head.
-static size_t cache_key_words(const Session *s, int n) {
-    return pad((size_t)n, PANEL) * (size_t)s->model->config.head_dim / (size_t)step_columns(s->kv_type);
+static size_t saved_key_words(const Session *s, int n) {
+    return pad((size_t)n, PANEL) * key_words(&s->model->config, s->kv_type);
 }
 
-static size_t cache_value_words(const Session *s, int n) {
-    return pad((size_t)n, 2) * s->v_stride / (size_t)step_columns(s->kv_type);
+static size_t saved_value_words(const Session *s, int n) {
+    return pad((size_t)n, 2) * value_words(&s->model->config, s->kv_type);
 }
 
 static bool chat_save(Chat *c, const char *path) {
     const Session *s = c->engine->session;
     const Config *config = &s->model->config;
+    if (c->cached.len > s->n_slots) c->cached.len = 0; // the ring has lost the beginning
     Text t = {0};
     text_append(&t, "run.chat", 8);
     uint64_t header[] = {SESSION_VERSION, model_fingerprint(s->model), (uint64_t)s->kv_type, (uint64_t)c->n_messages,
@@ -5218,8 +5763,8 @@ static bool chat_save(Chat *c, const char *path) {
     text_append(&t, c->cached.id, (size_t)c->cached.len * sizeof *c->cached.id);
     for (int l = 0; l < config->n_layers; l++)
         for (int h = 0; h < config->n_kv_heads; h++) {
-            text_append(&t, cache_keys(s, 0, l, h), cache_key_words(s, c->cached.len) * 4);
-            text_append(&t, cache_values(s, 0, l, h), cache_value_words(s, c->cached.len) * 4);
+            text_append(&t, cache_keys(s, 0, l, h), saved_key_words(s, c->cached.len) * 4);
+            text_append(&t, cache_values(s, 0, l, h), saved_value_words(s, c->cached.len) * 4);
         }
     uint64_t sum = fnv64(FNV_START, t.data, t.len);
     text_append(&t, &sum, sizeof sum);
@@ -5255,7 +5800,7 @@ static void chat_load(Chat *c, const char *path) {
     if (fingerprint != model_fingerprint(s->model))
         die("%s: was saved with another model than %s", path, s->model->path);
     if (type != (uint64_t)s->kv_type)
-        die("%s: was saved with another type of key/value cache than %s (--kv)", path, type_name(s->kv_type));
+        die("%s: was saved with another type of key/value cache than %s (--kv)", path, kv_name(s->kv_type));
     uint64_t n_messages = reader_u64(&r, "messages"), n_ids = reader_u64(&r, "ids");
     for (uint64_t i = 0; i < n_messages; i++) {
         uint64_t role = reader_u64(&r, "role"), len = reader_u64(&r, "length");
@@ -5264,12 +5809,12 @@ static void chat_load(Chat *c, const char *path) {
                 (unsigned long long)role, (unsigned long long)len);
         chat_append(c, (Role)role, (const char *)reader_take(&r, len, "message"), len);
     }
-    if (n_ids > (uint64_t)s->n_ctx)
-        die("%s: needs a context of %llu tokens, got %d (--context N)", path, (unsigned long long)n_ids, s->n_ctx);
+    if (n_ids > (uint64_t)s->n_slots)
+        die("%s: needs a context of %llu tokens, got %d (--context N)", path, (unsigned long long)n_ids, s->n_slots);
     for (uint64_t i = 0; i < n_ids; i++) ids_append(&c->cached, reader_i32(&r, "ids"));
     for (int l = 0; l < config->n_layers; l++)
         for (int h = 0; h < config->n_kv_heads; h++) {
-            size_t keys = cache_key_words(s, (int)n_ids) * 4, values = cache_value_words(s, (int)n_ids) * 4;
+            size_t keys = saved_key_words(s, (int)n_ids) * 4, values = saved_value_words(s, (int)n_ids) * 4;
             memcpy(cache_keys(s, 0, l, h), reader_take(&r, keys, "keys"), keys);
             memcpy(cache_values(s, 0, l, h), reader_take(&r, values, "values"), values);
         }
@@ -5348,13 +5893,12 @@ static int mode_chat(const Options *o) {
     Engine e = {0};
     engine_load(&e, o, true);
     int n_ctx = choose_context(o, &e.model->config);
-    e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, 1, min_int(o->chunk, n_ctx), 1, e.n_threads);
+    engine_open(&e, o, n_ctx, 1);
     Chat c = {.engine = &e, .options = o, .seed = choose_seed(o)};
     c.template = template_choose(o->template, e.tokenizer->chat_template, e.tokenizer->path);
     c.template.silent = o->no_think;
     c.sampler = sampler_open(choose_sampling(o), c.seed, e.model->config.vocab_size);
     c.colours = isatty(STDERR_FILENO) && !getenv("NO_COLOR");
-    double *latency = c.timing.latency = alloc_pages((size_t)n_ctx + 1, sizeof *latency, "statistics");
     if (o->session && !access(o->session, F_OK)) chat_load(&c, o->session);
     if (o->system) chat_set_system(&c, o->system);
     if (isatty(STDIN_FILENO))
@@ -5367,14 +5911,585 @@ static int mode_chat(const Options *o) {
     chat_remove(&c, 0, c.n_messages);
     free(c.messages);
     free(c.cached.id);
-    free_pages(latency, (size_t)n_ctx + 1, sizeof *latency);
+    free(c.timing.latency);
     sampler_free(c.sampler);
     engine_free(&e);
     return saved ? 0 : 1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §20 Bench
+// §21 Requests
+//
+// What a batch is asked for: a prompt a line, or JSON Lines, an object a line, of which all but `prompt` may be missing:
+//
+//     {"prompt": "Once", "id": "a1", "max_tokens": 50, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
+//      "repeat_penalty": 1.1, "seed": 7, "stop": ["\n\n", "END"]}
+//
+// What is missing or null is as the options say. Anything else in a line makes it a bad one. Ref: RFC 8259.
+
+// A cursor over a line. The first thing that is wrong sticks, and ends it.
+typedef struct {
+    const char *at, *end;
+    char wrong[160];
+} Json;
+
+__attribute__((format(printf, 2, 3))) static bool json_wrong(Json *j, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (!j->wrong[0]) vsnprintf(j->wrong, sizeof j->wrong, format, args);
+    va_end(args);
+    j->at = j->end;
+    return false;
+}
+
+static bool json_is(Json *j, const char *token) {
+    while (j->at < j->end && strchr(" \t\r\n", *j->at) && *j->at) j->at++;
+    size_t n = strlen(token);
+    if ((size_t)(j->end - j->at) < n || memcmp(j->at, token, n)) return false;
+    j->at += n;
+    return true;
+}
+
+static bool json_expect(Json *j, const char *token) {
+    return json_is(j, token) || json_wrong(j, "expected %s", token);
+}
+
+// The 4 hexadecimal digits of \u.
+static bool json_hex(Json *j, uint32_t *c) {
+    *c = 0;
+    for (int i = 0; i < 4; i++, j->at++) {
+        if (j->at == j->end || !isxdigit((unsigned char)*j->at)) return json_wrong(j, "expected 4 digits behind \\u");
+        int digit = tolower((unsigned char)*j->at);
+        *c = *c << 4 | (uint32_t)(digit <= '9' ? digit - '0' : digit - 'a' + 10);
+    }
+    return true;
+}
+
+static void append_utf8(Text *out, uint32_t c) {
+    int len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    static const uint8_t leads[] = {0, 0, 0xC0, 0xE0, 0xF0};
+    char bytes[4];
+    for (int i = len - 1; i > 0; i--, c >>= 6) bytes[i] = (char)(0x80 | (c & 0x3f));
+    bytes[0] = (char)(leads[len] | c);
+    text_append(out, bytes, (size_t)len);
+}
+
+// What follows a backslash. A half of a surrogate pair without the other becomes U+FFFD.
+static bool json_escape(Json *j, Text *out) {
+    static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    const char *name = j->at < j->end && *j->at ? strchr(names, *j->at) : NULL;
+    if (name) {
+        text_append(out, &values[name - names], 1);
+        j->at++;
+        return true;
+    }
+    uint32_t c, low;
+    if (!json_is(j, "u")) return json_wrong(j, "expected one of \"\\/bfnrtu behind a backslash");
+    if (!json_hex(j, &c)) return false;
+    if (c >= 0xD800 && c < 0xDC00 && j->end - j->at >= 6 && j->at[0] == '\\' && j->at[1] == 'u') {
+        Json second = *j;
+        second.at += 2;
+        if (!json_hex(&second, &low)) return json_wrong(j, "%s", second.wrong);
+        if (low >= 0xDC00 && low < 0xE000) {
+            c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+            j->at = second.at;
+        }
+    }
+    append_utf8(out, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
+    return true;
+}
+
+// A string, appended to out.
+static bool json_read_string(Json *j, Text *out) {
+    if (!json_is(j, "\"")) return json_wrong(j, "expected a string");
+    while (j->at < j->end && *j->at != '"') {
+        if ((unsigned char)*j->at < 0x20) return json_wrong(j, "a control character in a string");
+        if (*j->at == '\\') {
+            j->at++;
+            if (!json_escape(j, out)) return false;
+        } else text_append(out, j->at++, 1);
+    }
+    return json_expect(j, "\"");
+}
+
+// A number as it stands there. Ref: RFC 8259, section 6.
+static bool json_read_number(Json *j, char *number, size_t size) {
+    const char *c = j->at;
+    json_is(j, ""); // skips space
+    const char *begin = c = j->at;
+    if (c < j->end && *c == '-') c++;
+    const char *digits = c;
+    while (c < j->end && isdigit((unsigned char)*c)) c++;
+    bool good = c > digits && (*digits != '0' || c == digits + 1);
+    if (c < j->end && *c == '.') {
+        const char *fraction = ++c;
+        while (c < j->end && isdigit((unsigned char)*c)) c++;
+        good = good && c > fraction;
+    }
+    if (c < j->end && (*c == 'e' || *c == 'E')) {
+        if (++c < j->end && (*c == '+' || *c == '-')) c++;
+        const char *exponent = c;
+        while (c < j->end && isdigit((unsigned char)*c)) c++;
+        good = good && c > exponent;
+    }
+    if (!good || (size_t)(c - begin) >= size) return json_wrong(j, "expected a number");
+    memcpy(number, begin, (size_t)(c - begin));
+    number[c - begin] = 0;
+    j->at = c;
+    return true;
+}
+
+static bool json_read_real(Json *j, float *value, double min, double max) {
+    char number[64];
+    if (!json_read_number(j, number, sizeof number)) return false;
+    double x = strtod(number, NULL);
+    if (!(x >= min && x <= max)) return json_wrong(j, "expected a number from %g to %g, got %s", min, max, number);
+    *value = (float)x;
+    return true;
+}
+
+static bool json_read_whole(Json *j, uint64_t *value, uint64_t max) {
+    char number[64];
+    if (!json_read_number(j, number, sizeof number)) return false;
+    errno = 0;
+    unsigned long long n = strtoull(number, NULL, 10);
+    if (strpbrk(number, "-.eE") || errno || n > max)
+        return json_wrong(j, "expected a whole number from 0 to %llu, got %s", (unsigned long long)max, number);
+    *value = n;
+    return true;
+}
+
+// --- requests
+
+typedef struct {
+    int line;    // of the file, from 1
+    Text prompt; // as given
+    Text id;     // as JSON
+    int n_tokens;
+    Sampling sampling;
+    uint64_t seed;
+    const char **stops; // [n_stops], all of them this request's own; or those of --stop
+    int n_stops;
+    bool own_stops, has_prompt;
+} Request;
+
+static void request_free(Request *r) {
+    for (int i = 0; i < r->n_stops && r->own_stops; i++) free((char *)r->stops[i]);
+    if (r->own_stops) free(r->stops);
+    free(r->prompt.data);
+    free(r->id.data);
+}
+
+static bool request_add_stop(Json *j, Request *r) {
+    Text stop = {0};
+    bool good = json_read_string(j, &stop);
+    if (good && (!stop.len || memchr(stop.data, 0, stop.len))) good = json_wrong(j, "expected a text");
+    const char **grown = good ? realloc(r->stops, (size_t)(r->n_stops + 1) * sizeof *grown) : NULL;
+    if (good && !grown) die("out of memory: stop strings");
+    if (!good) {
+        free(stop.data);
+        return false;
+    }
+    text_append(&stop, "", 1); // ends it
+    r->stops = grown;
+    r->stops[r->n_stops++] = stop.data;
+    return true;
+}
+
+// "stop": a string or a list of strings, in place of those of --stop.
+static bool request_read_stops(Json *j, Request *r) {
+    if (!r->own_stops) {
+        r->stops = NULL;
+        r->n_stops = 0;
+        r->own_stops = true;
+    }
+    if (!json_is(j, "[")) return request_add_stop(j, r);
+    if (json_is(j, "]")) return true;
+    do
+        if (!request_add_stop(j, r)) return false;
+    while (json_is(j, ","));
+    return json_expect(j, "]");
+}
+
+// "id": a string or a number, kept as it is written.
+static bool request_read_id(Json *j, Request *r) {
+    Text unused = {0};
+    char number[64];
+    json_is(j, ""); // skips space
+    const char *begin = j->at;
+    bool string = json_is(j, "\"");
+    j->at = begin;
+    bool good = string ? json_read_string(j, &unused) : json_read_number(j, number, sizeof number);
+    free(unused.data);
+    if (!good) return json_wrong(j, "expected a string or a number");
+    r->id.len = 0;
+    text_append(&r->id, begin, (size_t)(j->at - begin));
+    return true;
+}
+
+// The value of one member of the object.
+static bool request_read_member(Json *j, Request *r, const char *name) {
+    uint64_t whole = 0;
+    if (json_is(j, "null")) return true; // as if it were not there
+    if (!strcmp(name, "prompt")) {
+        r->prompt.len = 0;
+        r->has_prompt = true;
+        return json_read_string(j, &r->prompt);
+    }
+    if (!strcmp(name, "id")) return request_read_id(j, r);
+    if (!strcmp(name, "stop")) return request_read_stops(j, r);
+    if (!strcmp(name, "seed")) return json_read_whole(j, &r->seed, UINT64_MAX);
+    if (!strcmp(name, "temperature")) return json_read_real(j, &r->sampling.temperature, 0, 1e6);
+    if (!strcmp(name, "top_p")) return json_read_real(j, &r->sampling.top_p, 0, 1);
+    if (!strcmp(name, "min_p")) return json_read_real(j, &r->sampling.min_p, 0, 1);
+    if (!strcmp(name, "repeat_penalty")) return json_read_real(j, &r->sampling.repeat_penalty, 1e-6, 1e6);
+    bool top_k = !strcmp(name, "top_k");
+    if (!top_k && strcmp(name, "max_tokens")) return json_wrong(j, "is not known here");
+    if (!json_read_whole(j, &whole, INT_MAX)) return false;
+    *(top_k ? &r->sampling.top_k : &r->n_tokens) = (int)whole;
+    return true;
+}
+
+// An object that is a request. Returns false and says in `wrong` why it is none.
+static bool request_parse(Request *r, const char *line, size_t n, Text *wrong) {
+    Json j = {line, line + n, ""};
+    Text name = {0};
+    bool good = json_expect(&j, "{");
+    if (good && !json_is(&j, "}")) {
+        do {
+            name.len = 0;
+            good = json_read_string(&j, &name) && json_expect(&j, ":");
+            text_append(&name, "", 1); // ends it
+            if (good && !request_read_member(&j, r, name.data)) {
+                text_format(wrong, "\"%.80s\": ", name.data);
+                good = false;
+            }
+        } while (good && json_is(&j, ","));
+        good = good && json_expect(&j, "}");
+    }
+    json_is(&j, ""); // skips space
+    if (good && j.at < j.end) good = json_wrong(&j, "something follows the object");
+    if (good && !r->has_prompt) good = json_wrong(&j, "expected a \"prompt\"");
+    if (!good) text_append(wrong, j.wrong, strlen(j.wrong));
+    free(name.data);
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §22 Batch
+//
+// Many prompts from a file, a number of them at once. Every place in the cache has a sequence (§17); one that is done
+// makes room for the next prompt at once, in the same step as the others go on. A prompt that begins like one whose keys
+// and values are in the cache takes over what they have in common, and waits for it where it is just being computed.
+// Results are JSON Lines. A line that makes no sense is reported with its number, and the rest goes on.
+
+typedef struct {
+    Sequence q;
+    Request request;
+    bool busy, waits; // it has a request; which waits for a prefix
+    int order;        // among the requests
+} Place;
+
+typedef struct {
+    Text line; // what is to be written; nothing while it is not done
+    int n_prompt, n_rows;
+} Result;
+
+typedef struct {
+    Engine *engine;
+    const Options *options;
+    uint64_t seed;
+    const char *name;   // of the input
+    Text text;          // the input
+    size_t at;          // how far it has been read,
+    int line;           // and which line that is
+    bool json;          // it is JSON Lines
+    const char **heads; // [lines + 1]   how the line of an earlier run about this line begins, or NULL
+    Text earlier;       // the output of that run
+    FILE *out;
+    Place *places; // [n_places]
+    int n_places;
+    Result *results; // [n_results]  in the order of the input
+    int n_results, results_cap, n_written;
+    int n_total, n_done, n_wrong;
+    long long n_tokens, n_shared; // made; of prompts, taken over from others
+    double start, shown;
+} Batch;
+
+static void batch_complain(Batch *b, const char *wrong) {
+    fputs(isatty(STDERR_FILENO) ? "\r\033[Krun: " : "run: ", stderr);
+    print_escaped(stderr, b->name);
+    fprintf(stderr, ": line %d: ", b->line);
+    print_escaped(stderr, wrong);
+    fputc('\n', stderr);
+    b->n_wrong++;
+}
+
+// How a line of the output begins: so --resume knows it again.
+static void batch_head(Text *out, const Request *r) {
+    text_format(out, "{\"line\": %d, \"id\": ", r->line);
+    text_append(out, r->id.data, r->id.len);
+    text_append(out, ", ", 2);
+}
+
+// The next line that is not blank. Returns false at the end.
+static bool batch_next_line(Batch *b, const char **line, size_t *n) {
+    while (b->at < b->text.len) {
+        *line = b->text.data + b->at;
+        const char *end = memchr(*line, '\n', b->text.len - b->at);
+        *n = end ? (size_t)(end - *line) : b->text.len - b->at;
+        b->at += *n + 1;
+        b->line++;
+        if (*n > 0 && (*line)[*n - 1] == '\r') --*n;
+        size_t space = 0;
+        while (space < *n && isspace((unsigned char)(*line)[space])) space++;
+        if (space < *n) return true;
+    }
+    return false;
+}
+
+// The next request that makes sense and is not done yet, with its ids. Returns false at the end.
+static bool batch_next_request(Batch *b, Request *r, Ids *ids) {
+    const Options *o = b->options;
+    const char *line;
+    size_t n;
+    while (batch_next_line(b, &line, &n)) {
+        Text wrong = {0}, head = {0};
+        *r = (Request){b->line, {0}, {0}, o->n_tokens, choose_sampling(o), b->seed, o->stops, o->n_stops, false, false};
+        text_format(&r->id, "%d", b->line);
+        if (!b->json) text_append(&r->prompt, line, n);
+        else request_parse(r, line, n, &wrong);
+        batch_head(&head, r);
+        const char *known = b->heads[b->line];
+        if (known && (wrong.len || strncmp(known, head.data, head.len)))
+            die("%s: line %d: is not what %s has the result of: another input?", b->name, b->line, o->output);
+        *ids = (Ids){0};
+        if (!wrong.len && !known) encode_prompt(o, b->engine->tokenizer, r->prompt.data, r->prompt.len, ids);
+        int n_ctx = b->engine->session->n_ctx;
+        if (ids->len > n_ctx)
+            text_format(&wrong, "the prompt has %d tokens, but the context holds %d (--context N)", ids->len, n_ctx);
+        if (!wrong.len && !known && !ids->len)
+            text_format(&wrong, "without a prompt and without BOS there is no token to start from");
+        bool good = !wrong.len && !known;
+        if (wrong.len) {
+            text_append(&wrong, "", 1); // ends it
+            batch_complain(b, wrong.data);
+        }
+        free(wrong.data);
+        free(head.data);
+        if (good) return true;
+        request_free(r);
+        free(ids->id);
+    }
+    return false;
+}
+
+// Take over what the cache holds of this prompt. Returns false where more of it is just being computed: then it waits.
+static bool batch_share(Batch *b, Place *p) {
+    const Session *s = b->engine->session;
+    int cached = p->q.n_cached, from = -1, coming = 0;
+    for (int i = 0; i < b->n_places; i++) {
+        const Place *other = &b->places[i];
+        if (other == p) continue;
+        int common = common_prefix(s, &other->q.ids, other->q.n_cached, &p->q.ids);
+        if (common > cached) cached = common, from = i;
+        if (other->busy && !other->waits)
+            coming = max_int(coming, common_prefix(s, &other->q.ids, other->q.ids.len, &p->q.ids));
+    }
+    if (coming >= cached + PANEL) return false;
+    if (from >= 0) cache_copy(s, from, p->q.place, cached);
+    p->q.n_cached = cached;
+    b->n_shared += cached;
+    return true;
+}
+
+// Give a place to the next request. Returns false where there is none.
+static bool batch_admit(Batch *b, Place *p) {
+    Ids ids;
+    if (!batch_next_request(b, &p->request, &ids)) return false;
+    const Request *r = &p->request;
+    Sequence q = {.keeps = true, .stops = r->stops, .n_stops = r->n_stops, .ids = ids};
+    q.place = (int)(p - b->places);
+    q.sampler = p->q.sampler;
+    q.sampler->sampling = r->sampling;
+    q.sampler->rng = rng_seed(r->seed);
+    sequence_begin(b->options, b->engine, &q, r->n_tokens);
+    bool scores_prompt = q.echo && q.n_top >= 0; // then all of it must be run
+    if (q.echo) sequence_keep_prompt(&q, r->prompt.data, r->prompt.len);
+    if (!scores_prompt) q.n_cached = common_prefix(b->engine->session, &p->q.ids, p->q.n_cached, &q.ids);
+    q.timing.start = seconds();
+    sequence_free(&p->q);
+    p->q = q;
+    p->busy = true;
+    p->waits = !scores_prompt;
+    p->order = b->n_results++;
+    if (b->n_results > b->results_cap) {
+        b->results_cap = 2 * b->n_results;
+        b->results = realloc(b->results, (size_t)b->results_cap * sizeof *b->results);
+        if (!b->results) die("out of memory: %d results", b->results_cap);
+    }
+    b->results[p->order] = (Result){{0}, q.ids.len, 0};
+    return true;
+}
+
+// Lines are written whole, so that a run that was ended by force leaves at most one in pieces.
+static void batch_write(Batch *b, Text *line) {
+    if (fwrite(line->data, 1, line->len, b->out) != line->len || fflush(b->out))
+        die("%s: cannot write: %s", b->options->output ? b->options->output : "standard output", strerror(errno));
+    free(line->data);
+    *line = (Text){0};
+}
+
+// A sequence is done: its place is free, its line is written as soon as it is its turn.
+static void batch_finish(Batch *b, Place *p) {
+    Result *result = &b->results[p->order];
+    batch_head(&result->line, &p->request);
+    json_sequence(&result->line, b->options, b->engine, &p->q, "tokens", p->request.seed);
+    result->n_rows = result->n_prompt + max_int(0, p->q.n_made - 1);
+    b->n_tokens += p->q.n_made;
+    b->n_done++;
+    p->busy = false;
+    request_free(&p->request);
+    if (b->options->unordered) batch_write(b, &result->line);
+    else
+        for (; b->n_written < b->n_results && b->results[b->n_written].line.len; b->n_written++)
+            batch_write(b, &b->results[b->n_written].line);
+}
+
+// On a terminal a line that changes, elsewhere a line now and then.
+static void batch_progress(Batch *b, bool last) {
+    bool terminal = isatty(STDERR_FILENO);
+    double now = seconds();
+    if (!last && now - b->shown < (terminal ? 0.2 : 10)) return;
+    b->shown = now;
+    fprintf(stderr, "%s%d of %d done, %lld tokens, %.1f tokens/s%s", terminal ? "\r\033[K" : "", b->n_done, b->n_total,
+            b->n_tokens, (double)b->n_tokens / (now - b->start), last || !terminal ? "\n" : "");
+    fflush(stderr);
+}
+
+// --resume: what an earlier run has written counts, but for a line that was cut off.
+static void batch_resume(Batch *b, int n_lines) {
+    const char *path = b->options->output;
+    b->earlier = read_text_file(path);
+    while (b->earlier.len && b->earlier.data[b->earlier.len - 1] != '\n') b->earlier.len--;
+    if (truncate(path, (off_t)b->earlier.len)) die("%s: cannot cut off a partial line: %s", path, strerror(errno));
+    size_t at = 0;
+    for (int i = 1; at < b->earlier.len; i++) {
+        const char *line = b->earlier.data + at;
+        static const char begin[] = "{\"line\": ";
+        size_t len = sizeof begin - 1;
+        bool known = b->earlier.len - at > len && !memcmp(line, begin, len);
+        long number = known ? strtol(line + len, NULL, 10) : 0; // ends at the end of the line at last
+        if (number < 1 || number > n_lines || b->heads[number])
+            die("%s: line %d: expected a result for a line of %s", path, i, b->name);
+        b->heads[number] = line;
+        b->n_done++;
+        at = (size_t)((char *)memchr(line, '\n', b->earlier.len - at) - b->earlier.data) + 1;
+    }
+}
+
+static void batch_open(Batch *b, const Options *o) {
+    const char *line, *suffix = o->file ? strrchr(o->file, '.') : NULL;
+    size_t n;
+    b->options = o;
+    b->name = o->prompt ? "--prompt" : o->file && strcmp(o->file, "-") ? o->file : "standard input";
+    b->text = read_prompt(o, true);
+    if (b->text.len >= 3 && !memcmp(b->text.data, "\xEF\xBB\xBF", 3)) b->at = 3; // a byte order mark
+    size_t begin = b->at;
+    while (batch_next_line(b, &line, &n))
+        if (b->n_total++ == 0) b->json = *line == '{' || (suffix && !strcmp(suffix, ".jsonl"));
+    b->heads = alloc((size_t)b->line + 2, sizeof *b->heads, "lines");
+    if (o->resume && !access(o->output, F_OK)) batch_resume(b, b->line);
+    b->at = begin;
+    b->line = 0;
+    b->out = !o->output ? stdout : fopen(o->output, o->resume ? "ab" : "wb");
+    if (!b->out) die("%s: cannot open: %s", o->output, strerror(errno));
+}
+
+// What static batching would have spent: n sequences at a time, in step from the end of the shortest prompt on, each
+// group until its last sequence is done (Meta's Llama 2, generate). A longer prompt is read token by token meanwhile, and
+// who is done keeps computing for nothing.
+static void batch_print_stats(const Batch *b) {
+    const Engine *e = b->engine;
+    long long useful = 0, all = 0;
+    double took = seconds() - b->start;
+    for (int i = 0; i < b->n_results; i += b->n_places) {
+        int n = min_int(b->n_places, b->n_results - i), longest = 0;
+        for (int k = i; k < i + n; k++) {
+            longest = max_int(longest, b->results[k].n_rows);
+            useful += b->results[k].n_rows;
+        }
+        all += (long long)n * longest;
+    }
+    fprintf(stderr, "load             %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
+            e->n_threads == 1 ? "" : "s");
+    fprintf(stderr, "throughput       %.1f tokens/s made, %.1f rows/s, in %.2f s\n", (double)b->n_tokens / took,
+            (double)e->n_rows / took, took);
+    fprintf(stderr, "rows             %lld computed by continuous batching, %lld shared\n", e->n_rows, b->n_shared);
+    fprintf(stderr, "static batching  %lld rows in batches of %d, of which %lld wasted (%.0f%%)\n", all, b->n_places,
+            all - useful, all ? 100.0 * (double)(all - useful) / (double)all : 0);
+    print_cache_memory(e->session);
+    fprintf(stderr, "peak memory      %.0f MiB\n", peak_memory_mib());
+    fprintf(stderr, "seed             %llu\n", (unsigned long long)b->seed);
+}
+
+// Steps until all requests are done.
+static void batch_run(Batch *b) {
+    Sequence **running = alloc((size_t)b->n_places, sizeof(Sequence *), "batch");
+    while (!interrupted) {
+        int n = 0;
+        for (int i = 0; i < b->n_places; i++) {
+            Place *p = &b->places[i];
+            if (!p->busy && !batch_admit(b, p)) continue;
+            if (p->waits) p->waits = !batch_share(b, p);
+            if (!p->waits) running[n++] = &p->q;
+        }
+        if (n == 0) break;
+        step(b->engine, running, n);
+        for (int i = 0; i < n; i++)
+            if (running[i]->done) batch_finish(b, &b->places[running[i]->place]);
+        batch_progress(b, false);
+    }
+    free(running);
+}
+
+static int mode_batch(const Options *o) {
+    if (o->resume && !o->output) die_usage("--resume: expected --output FILE, which an earlier run has begun");
+    if (o->draft) die_usage("--draft: is not for a batch, whose rows are many already (--lookup is)");
+    if (!o->prompt && !o->file && !stdin_is_redirected())
+        die_usage("batch: expected prompts in --file or standard input, one a line");
+    Engine e = {0};
+    engine_load(&e, o, true);
+    Batch b = {.engine = &e, .seed = choose_seed(o), .n_places = o->batch};
+    engine_open(&e, o, choose_context(o, &e.model->config), b.n_places);
+    batch_open(&b, o);
+    b.places = alloc((size_t)b.n_places, sizeof *b.places, "batch");
+    for (int i = 0; i < b.n_places; i++)
+        b.places[i].q.sampler = sampler_open(choose_sampling(o), 0, e.model->config.vocab_size);
+    catch_interrupt();
+    b.start = b.shown = seconds();
+    batch_run(&b);
+    batch_progress(&b, true);
+    if (interrupted && o->output) fprintf(stderr, "run: interrupted: --resume goes on\n");
+    if (o->stats) batch_print_stats(&b);
+    for (int i = 0; i < b.n_places; i++) {
+        if (b.places[i].busy) request_free(&b.places[i].request);
+        sampler_free(b.places[i].q.sampler);
+        sequence_free(&b.places[i].q);
+    }
+    for (int i = 0; i < b.n_results; i++) free(b.results[i].line.data);
+    if (o->output && fclose(b.out)) die("%s: cannot write: %s", o->output, strerror(errno));
+    free(b.places);
+    free(b.results);
+    free(b.heads);
+    free(b.text.data);
+    free(b.earlier.data);
+    engine_free(&e);
+    return interrupted ? 130 : b.n_wrong ? 1 : 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §23 Bench
 //
 // How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain
 // read of as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of
@@ -5548,7 +6663,7 @@ static int measure(Engine *e, const int *ids, int far, Figure *figures) {
     const Model *m = e->model;
     Session *s = e->session;
     double bytes = (double)model_bytes_per_token(m), operations = operations_per_token(m);
-    double cache = (double)cache_position_bytes(&m->config, s->kv_type) * m->config.n_layers * m->config.n_kv_heads;
+    double cache = (double)cache_token_bytes(&m->config, s->kv_type);
     int n = 0, threads = e->n_threads;
     for (int round = 0; round < BENCH_ROUNDS; round++) {
         n = 0;
@@ -5597,7 +6712,7 @@ static int mode_bench(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §21 Command line
+// §24 Command line
 //
 // One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help
 // read the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
@@ -5617,10 +6732,11 @@ typedef struct {
 
 #define AT(field) offsetof(Options, field)
 static const Option options[] = {
-    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE", "generate, chat, tokenize, info, perplexity or bench",
-     "What to do"},
+    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE",
+     "generate, chat, tokenize, info, perplexity, batch or bench", "What to do"},
     {'i', "prompt", TEXT, AT(prompt), 0, 0, NULL, "TEXT", "the prompt, or the first message of a chat", NULL},
     {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input", NULL},
+    {'o', "output", TEXT, AT(output), 0, 0, NULL, "FILE", "batch: where the results go (standard output)", NULL},
     {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
      "new tokens at most; 0: until the context is full (256; chat 0)", NULL},
     {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated", NULL},
@@ -5628,6 +6744,10 @@ static const Option options[] = {
      "the tokenizer (the checkpoint's own, else tokenizer.bin)", NULL},
     {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token", NULL},
     {0, "special", FLAG, AT(special), 0, 0, NULL, NULL, "find special tokens such as <|im_start|> in the text", NULL},
+    {'b', "batch", INTEGER, AT(batch), 1, 4096, "16", "N", "sequences at once", "Batch"},
+    {0, "unordered", FLAG, AT(unordered), 0, 0, NULL, NULL, "results as they finish, not in the order of the input",
+     NULL},
+    {0, "resume", FLAG, AT(resume), 0, 0, NULL, NULL, "go on with the --output of an interrupted run", NULL},
     {'y', "system", TEXT, AT(system), 0, 0, NULL, "TEXT", "the system prompt", "Chat"},
     {0, "template", TEXT, AT(template), 0, 0, NULL, "NAME",
      "plain, llama-2, llama-3, chatml, mistral or zephyr (the file's)", NULL},
@@ -5646,10 +6766,22 @@ static const Option options[] = {
      "Machine"},
     {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
      "threads (one for each physical core; one for tiny models)", NULL},
-    {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32 or f16 (f16, but f32 for f32 weights)", NULL},
+    {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32, f16 or q8 (f16, but f32 for f32 weights)", NULL},
+    {0, "lookup", INTEGER, AT(lookup), 0, MAX_DRAFT, "0", "N",
+     "guess N tokens ahead from the text so far: the same text, faster", NULL},
+    {0, "draft", TEXT, AT(draft), 0, 0, NULL, "MODEL", "guess with a small model of the same vocabulary", NULL},
+    {0, "draft-tokens", INTEGER, AT(n_draft), 1, MAX_DRAFT, "4", "N", "with --draft: guess N tokens ahead", NULL},
     {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together", NULL},
     {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "perplexity: tokens in a window (512)", NULL},
+    {0, "rope-scaling", TEXT, AT(rope_scaling), 0, 0, NULL, "HOW",
+     "stretch the context: linear, ntk or yarn (as the file says)", NULL},
+    {0, "rope-factor", REAL, AT(rope_factor), 1, 1e4, NULL, "F", "by this factor", NULL},
+    {0, "on-full", TEXT, AT(on_full), 0, 0, "stop", "WHAT", "with a full context stop, or slide: drop the older half",
+     NULL},
     {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "perplexity: tokens from window to window (half)", NULL},
+    {0, "logprobs", INTEGER, AT(logprobs), 0, 1000, NULL, "N",
+     "score each token and the N likeliest (with --json, in a batch)", NULL},
+    {0, "echo", FLAG, AT(echo), 0, 0, NULL, NULL, "the prompt, too (with --json, in a batch)", NULL},
     {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error", "Output"},
     {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "generate, chat, bench: results as JSON", NULL},
     {'h', "help", FLAG, AT(help), 0, 0, NULL, NULL, "this text", NULL},
@@ -5661,8 +6793,8 @@ enum { N_OPTIONS = sizeof options / sizeof *options };
 static const struct {
     const char *name;
     int (*run)(const Options *);
-} modes[] = {{"generate", mode_generate},     {"chat", mode_chat},  {"tokenize", mode_tokenize}, {"info", mode_info},
-             {"perplexity", mode_perplexity}, {"bench", mode_bench}};
+} modes[] = {{"generate", mode_generate},     {"chat", mode_chat},   {"tokenize", mode_tokenize}, {"info", mode_info},
+             {"perplexity", mode_perplexity}, {"batch", mode_batch}, {"bench", mode_bench}};
 enum { N_MODES = sizeof modes / sizeof *modes };
 
 static void print_help(void) {
@@ -5806,7 +6938,7 @@ static const Option *option_find(const char *argument, const char **value) {
 }
 
 static Options parse_options(int argc, char **argv) {
-    Options o = {.n_tokens = -1};
+    Options o = {.n_tokens = -1, .logprobs = -1};
     o.stops = alloc((size_t)argc + 1, sizeof *o.stops, "options");
     for (int i = 0; i < N_OPTIONS; i++)
         if (options[i].initial) option_set(&o, &options[i], options[i].initial);
@@ -5834,12 +6966,29 @@ static Options parse_options(int argc, char **argv) {
 #define main lib_main // the door below is the way in
 #endif
 
+// A value that is one of three words, or of two.
+static void check_word(const char *option, const char *value, const char *a, const char *b, const char *c) {
+    if (!value || !strcmp(value, a) || !strcmp(value, b) || (c && !strcmp(value, c))) return;
+    die_usage("--%s: expected %s%s%s or %s, got '%s'", option, a, c ? ", " : "", c ? b : "", c ? c : b, value);
+}
+
+static void check_options(const Options *o) {
+    check_word("kv", o->kv, "f32", "f16", "q8");
+    check_word("on-full", o->on_full, "stop", "slide", NULL);
+    check_word("rope-scaling", o->rope_scaling, "linear", "ntk", "yarn");
+    if (o->template) template_by_name(o->template);
+    if (o->think && o->no_think) die_usage("--think and --no-think: expected one of the two, got both");
+    if (o->prompt && o->file) die_usage("--prompt and --file: expected one of the two, got both");
+    if (o->draft && o->lookup) die_usage("--draft and --lookup: expected one of the two, got both");
+    if ((o->output || o->resume || o->unordered) && strcmp(o->mode, "batch"))
+        die_usage("--output, --resume and --unordered: are for -m batch, got -m %s", o->mode);
+    if (o->rope_factor && !o->rope_scaling) die_usage("--rope-factor: expected --rope-scaling with it");
+    if (o->rope_scaling && !o->rope_factor) die_usage("--rope-scaling: expected --rope-factor with it");
+}
+
 int main(int argc, char **argv) {
     Options o = parse_options(argc, argv);
-    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: expected f32 or f16, got '%s'", o.kv);
-    if (o.template) template_by_name(o.template);
-    if (o.think && o.no_think) die_usage("--think and --no-think: expected one of the two, got both");
-    if (o.prompt && o.file) die_usage("--prompt and --file: expected one of the two, got both");
+    check_options(&o);
     int status = -1;
     if (o.help || o.man || o.version) {
         if (o.help) print_help();
@@ -5850,7 +6999,8 @@ int main(int argc, char **argv) {
     }
     for (int i = 0; i < N_MODES && status < 0; i++)
         if (!strcmp(o.mode, modes[i].name)) status = modes[i].run(&o);
-    if (status < 0) die_usage("--mode: expected generate, chat, tokenize, info, perplexity or bench, got '%s'", o.mode);
+    if (status < 0)
+        die_usage("--mode: expected generate, chat, tokenize, info, perplexity, batch or bench, got '%s'", o.mode);
     free(o.stops);
     return status;
 }
