@@ -4852,7 +4852,6 @@ static void prefill(Session *s, const int *ids, int n, int pos, int seq) {
 // probabilities are alike, the more often both draw the same.
 static int draft_from_model(Draft *d, const Sequence *q, int n, int *draft) {
     int common = common_prefix(d->session, &d->cached, d->cached.len, &q->ids);
-    if (n == 0) return 0;
     d->cached.len = common;
     for (int i = common; i < q->ids.len; i++) ids_append(&d->cached, q->ids.id[i]);
     prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0);
@@ -4878,16 +4877,20 @@ static void sequence_slide(Sequence *q, int n_ctx) {
     q->n_cached = q->n_prompt = 0;
 }
 
+// Draft what may follow, for at most `room` rows. Returns how many tokens that are.
+static int sequence_draft(Engine *e, Sequence *q, int room) {
+    int n = min_int(e->n_draft, room);
+    n = min_int(n, q->max_new - q->n_made - 1);     // the step makes one more than it accepts
+    n = min_int(n, e->session->n_ctx - q->ids.len); // each needs a position
+    if (n <= 0) return 0;
+    return e->draft ? draft_from_model(e->draft, q, n, q->draft) : draft_from_context(&q->ids, n, q->draft);
+}
+
 // The rows with which a sequence goes on, at most `room`: what the cache lacks of it, then drafts. Returns how many of
 // them want logits.
 static int sequence_plan(Engine *e, Sequence *q, Row *rows, int room) {
     int missing = q->ids.len - q->n_cached, n = min_int(missing, room), wanted = 0;
-    int most =
-        min_int(min_int(e->n_draft, room - n), min_int(q->max_new - q->n_made - 1, e->session->n_ctx - q->ids.len));
-    q->n_draft = 0;
-    if (n == missing && most > 0)
-        q->n_draft =
-            e->draft ? draft_from_model(e->draft, q, most, q->draft) : draft_from_context(&q->ids, most, q->draft);
+    q->n_draft = n == missing ? sequence_draft(e, q, room - n) : 0;
     q->n_rows = n + q->n_draft;
     for (int i = 0; i < q->n_rows; i++) {
         int pos = q->n_cached + i, token = i < n ? q->ids.id[pos] : q->draft[i - n];
@@ -4950,6 +4953,7 @@ static void sequence_advance(const Engine *e, Sequence *q) {
         sequence_score_prompt(q, logits, q->n_cached + i);
     q->n_cached += n;
     if (!made) q->timing.n_prompt += n;
+    if (!made && q->streams) show_progress("reading the prompt, tokens", q->n_cached, q->ids.len, q->timing.start);
     if (q->n_cached < q->ids.len) return;
     if (!q->timing.prefilled) q->timing.prefilled = seconds();
     if (q->max_new == 0) sequence_finish(q, FINISH_LENGTH);
@@ -4990,10 +4994,7 @@ static void step(Engine *e, Sequence *const *all, int n) {
 // A sequence that is alone, to its end or Ctrl-C.
 static void sequence_run(Engine *e, Sequence *q) {
     q->timing.start = seconds();
-    while (!q->done && !interrupted) {
-        step(e, &q, 1);
-        if (!q->n_made) show_progress("reading the prompt, tokens", q->n_cached, q->ids.len, q->timing.start);
-    }
+    while (!q->done && !interrupted) step(e, &q, 1);
     if (!q->done) sequence_finish(q, FINISH_INTERRUPTED);
 }
 
@@ -6199,13 +6200,12 @@ typedef struct {
     Engine *engine;
     const Options *options;
     uint64_t seed;
-    const char *name;   // of the input
-    Text text;          // the input
-    size_t at;          // how far it has been read,
-    int line;           // and which line that is
-    bool json;          // it is JSON Lines
-    const char **heads; // [lines + 1]   how the line of an earlier run about this line begins, or NULL
-    Text earlier;       // the output of that run
+    const char *name; // of the input
+    Text text;        // the input
+    size_t at;        // how far it has been read,
+    int line;         // and which line that is
+    bool json;        // it is JSON Lines
+    bool *known;      // [lines + 1]   an earlier run has the result of this line
     FILE *out;
     Place *places; // [n_places]
     int n_places;
@@ -6248,36 +6248,40 @@ static bool batch_next_line(Batch *b, const char **line, size_t *n) {
     return false;
 }
 
+// What the present line asks for. Returns false and says why where that makes no sense.
+static bool batch_parse(const Batch *b, Request *r, const char *line, size_t n, Text *wrong) {
+    const Options *o = b->options;
+    *r = (Request){.line = b->line, .n_tokens = o->n_tokens, .sampling = choose_sampling(o), .seed = b->seed};
+    r->stops = o->stops;
+    r->n_stops = o->n_stops;
+    text_format(&r->id, "%d", b->line);
+    if (b->json) return request_parse(r, line, n, wrong);
+    text_append(&r->prompt, line, n);
+    return true;
+}
+
+// The ids of a prompt that can be begun with. Returns false and says why where it cannot.
+static bool batch_encode(const Batch *b, const Request *r, Ids *ids, Text *wrong) {
+    int n_ctx = b->engine->session->n_ctx;
+    encode_prompt(b->options, b->engine->tokenizer, r->prompt.data, r->prompt.len, ids);
+    if (ids->len > n_ctx)
+        text_format(wrong, "the prompt has %d tokens, but the context holds %d (--context N)", ids->len, n_ctx);
+    if (!ids->len) text_format(wrong, "without a prompt and without BOS there is no token to start from");
+    return !wrong->len;
+}
+
 // The next request that makes sense and is not done yet, with its ids. Returns false at the end.
 static bool batch_next_request(Batch *b, Request *r, Ids *ids) {
-    const Options *o = b->options;
     const char *line;
     size_t n;
     while (batch_next_line(b, &line, &n)) {
-        Text wrong = {0}, head = {0};
-        *r = (Request){b->line, {0}, {0}, o->n_tokens, choose_sampling(o), b->seed, o->stops, o->n_stops, false, false};
-        text_format(&r->id, "%d", b->line);
-        if (!b->json) text_append(&r->prompt, line, n);
-        else request_parse(r, line, n, &wrong);
-        batch_head(&head, r);
-        const char *known = b->heads[b->line];
-        if (known && (wrong.len || strncmp(known, head.data, head.len)))
-            die("%s: line %d: is not what %s has the result of: another input?", b->name, b->line, o->output);
+        Text wrong = {0};
+        if (b->known[b->line]) continue;
         *ids = (Ids){0};
-        if (!wrong.len && !known) encode_prompt(o, b->engine->tokenizer, r->prompt.data, r->prompt.len, ids);
-        int n_ctx = b->engine->session->n_ctx;
-        if (ids->len > n_ctx)
-            text_format(&wrong, "the prompt has %d tokens, but the context holds %d (--context N)", ids->len, n_ctx);
-        if (!wrong.len && !known && !ids->len)
-            text_format(&wrong, "without a prompt and without BOS there is no token to start from");
-        bool good = !wrong.len && !known;
-        if (wrong.len) {
-            text_append(&wrong, "", 1); // ends it
-            batch_complain(b, wrong.data);
-        }
+        if (batch_parse(b, r, line, n, &wrong) && batch_encode(b, r, ids, &wrong)) return true;
+        text_append(&wrong, "", 1); // ends it
+        batch_complain(b, wrong.data);
         free(wrong.data);
-        free(head.data);
-        if (good) return true;
         request_free(r);
         free(ids->id);
     }
@@ -6367,25 +6371,48 @@ static void batch_progress(Batch *b, bool last) {
     fflush(stderr);
 }
 
-// --resume: what an earlier run has written counts, but for a line that was cut off.
+// Begin with the first line again.
+static void batch_rewind(Batch *b) {
+    bool mark = b->text.len >= 3 && !memcmp(b->text.data, "\xEF\xBB\xBF", 3); // a byte order mark
+    b->at = mark ? 3 : 0;
+    b->line = 0;
+}
+
+// --resume: what an earlier run has written counts, but for a line that was cut off. It must be of the same input.
 static void batch_resume(Batch *b, int n_lines) {
-    const char *path = b->options->output;
-    b->earlier = read_text_file(path);
-    while (b->earlier.len && b->earlier.data[b->earlier.len - 1] != '\n') b->earlier.len--;
-    if (truncate(path, (off_t)b->earlier.len)) die("%s: cannot cut off a partial line: %s", path, strerror(errno));
-    size_t at = 0;
-    for (int i = 1; at < b->earlier.len; i++) {
-        const char *line = b->earlier.data + at;
-        static const char begin[] = "{\"line\": ";
-        size_t len = sizeof begin - 1;
-        bool known = b->earlier.len - at > len && !memcmp(line, begin, len);
+    static const char begin[] = "{\"line\": ";
+    const char *path = b->options->output, *line;
+    size_t n, at = 0, len = sizeof begin - 1;
+    const char **heads = alloc((size_t)n_lines + 1, sizeof *heads, "lines"); // how the result of a line begins
+    Text earlier = read_text_file(path);
+    while (earlier.len && earlier.data[earlier.len - 1] != '\n') earlier.len--;
+    for (int i = 1; at < earlier.len; i++) {
+        line = earlier.data + at;
+        bool known = earlier.len - at > len && !memcmp(line, begin, len);
         long number = known ? strtol(line + len, NULL, 10) : 0; // ends at the end of the line at last
-        if (number < 1 || number > n_lines || b->heads[number])
+        if (number < 1 || number > n_lines || b->known[number])
             die("%s: line %d: expected a result for a line of %s", path, i, b->name);
-        b->heads[number] = line;
+        heads[number] = line;
+        b->known[number] = true;
         b->n_done++;
-        at = (size_t)((char *)memchr(line, '\n', b->earlier.len - at) - b->earlier.data) + 1;
+        at = (size_t)((char *)memchr(line, '\n', earlier.len - at) - earlier.data) + 1;
     }
+    for (batch_rewind(b); batch_next_line(b, &line, &n);) {
+        Request r;
+        Text head = {0}, wrong = {0};
+        const char *found = heads[b->line];
+        bool good = batch_parse(b, &r, line, n, &wrong);
+        batch_head(&head, &r);
+        if (found &&
+            (!good || (size_t)(earlier.data + earlier.len - found) < head.len || memcmp(found, head.data, head.len)))
+            die("%s: expected results of %s, but its line %d is another", path, b->name, b->line);
+        request_free(&r);
+        free(head.data);
+        free(wrong.data);
+    }
+    if (truncate(path, (off_t)earlier.len)) die("%s: cannot cut off a partial line: %s", path, strerror(errno));
+    free(earlier.data);
+    free(heads);
 }
 
 static void batch_open(Batch *b, const Options *o) {
@@ -6394,14 +6421,12 @@ static void batch_open(Batch *b, const Options *o) {
     b->options = o;
     b->name = o->prompt ? "--prompt" : o->file && strcmp(o->file, "-") ? o->file : "standard input";
     b->text = read_prompt(o, true);
-    if (b->text.len >= 3 && !memcmp(b->text.data, "\xEF\xBB\xBF", 3)) b->at = 3; // a byte order mark
-    size_t begin = b->at;
-    while (batch_next_line(b, &line, &n))
+    for (batch_rewind(b); batch_next_line(b, &line, &n);)
         if (b->n_total++ == 0) b->json = *line == '{' || (suffix && !strcmp(suffix, ".jsonl"));
-    b->heads = alloc((size_t)b->line + 2, sizeof *b->heads, "lines");
-    if (o->resume && !access(o->output, F_OK)) batch_resume(b, b->line);
-    b->at = begin;
-    b->line = 0;
+    int n_lines = b->line;
+    b->known = alloc((size_t)n_lines + 1, sizeof *b->known, "lines");
+    if (o->resume && !access(o->output, F_OK)) batch_resume(b, n_lines);
+    batch_rewind(b);
     b->out = !o->output ? stdout : fopen(o->output, o->resume ? "ab" : "wb");
     if (!b->out) die("%s: cannot open: %s", o->output, strerror(errno));
 }
@@ -6481,9 +6506,8 @@ static int mode_batch(const Options *o) {
     if (o->output && fclose(b.out)) die("%s: cannot write: %s", o->output, strerror(errno));
     free(b.places);
     free(b.results);
-    free(b.heads);
+    free(b.known);
     free(b.text.data);
-    free(b.earlier.data);
     engine_free(&e);
     return interrupted ? 130 : b.n_wrong ? 1 : 0;
 }
