@@ -4646,12 +4646,12 @@ static void line_free(Line *l) {
 // When the context is full a sequence ends, or SLIDES: the first tokens, on which attention leans (Xiao et al. 2024,
 // attention sinks), and the newest half are kept, and computed again at their new positions.
 
-enum { MAX_DRAFT = 64, SINKS = 4 };
+enum { MAX_DRAFT = 64, SINKS = 4, LATENCIES = 1024 };
 
 typedef struct {
     double start, prefilled, first, last; // when the prompt began to run, had run, when the first and last token came
-    double *latency;                      // [n] seconds from token to token, where they are wanted
-    int n, cap;
+    double latency[LATENCIES];            // seconds from token to token: entry i mod LATENCIES, for i < n
+    int n;
     int n_prompt, n_steps, n_drafted, n_accepted; // tokens of the prompt that were run; steps that made tokens; drafts
 } Timing;
 
@@ -4670,7 +4670,7 @@ typedef struct {
     int n_stops, n_top;  // the n_top best of each step are scored beside the chosen token; -1: no scores
     bool streams, keeps; // its text goes to standard output at once; it is kept
     bool echo;           // the prompt is kept (and scored) too
-    bool times;          // latencies are kept
+    bool ignores_eos;    // a stop token is a token like any other
     // What there is so far:
     Ids ids;      // prompt and answer, what the model is shown
     int n_prompt; // the first so many were given
@@ -4727,7 +4727,6 @@ static void sequence_free(Sequence *q) {
     free(q->held.data);
     free(q->text.data);
     free(q->scores);
-    free(q->timing.latency);
 }
 
 // --- text
@@ -4908,7 +4907,7 @@ static void sequence_sample(const Engine *e, Sequence *q, float *logits) {
         die("%s: the logits at position %d are not finite numbers: the weights are broken", e->model->path,
             q->ids.len - 1);
     q->n_made++;
-    if (tokenizer_stops(e->tokenizer, id)) {
+    if (!q->ignores_eos && tokenizer_stops(e->tokenizer, id)) {
         sequence_finish(q, FINISH_STOP);
         return;
     }
@@ -4931,15 +4930,7 @@ static void sequence_time(Sequence *q, int made) {
         t->last = t->prefilled;
         made--;
     }
-    for (int i = 0; i < made && q->times; i++) {
-        if (t->n == t->cap) {
-            t->cap = t->cap ? 2 * t->cap : 256;
-            double *grown = realloc(t->latency, (size_t)t->cap * sizeof *grown);
-            if (!grown) die("out of memory: statistics");
-            t->latency = grown;
-        }
-        t->latency[t->n++] = (now - t->last) / made;
-    }
+    for (int i = 0; i < made; i++) t->latency[t->n++ % LATENCIES] = (now - t->last) / made;
     t->last = now;
     t->n_steps++;
 }
@@ -5010,7 +5001,8 @@ typedef struct {
     double temperature, top_p, min_p, repeat_penalty, rope_factor;
     int top_k, n_tokens, context, threads, chunk, window, stride, batch, logprobs, lookup, n_draft;
     uint64_t seed;
-    bool seed_given, no_bos, special, stats, json, think, no_think, echo, unordered, resume, help, man, version;
+    bool seed_given, no_bos, special, stats, json, think, no_think, echo, ignore_eos, unordered, resume, help, man,
+        version;
     const char **stops;
     int n_stops;
 } Options;
@@ -5191,7 +5183,7 @@ static void sequence_begin(const Options *o, const Engine *e, Sequence *q, int n
     q->n_prompt = n;
     q->n_top = o->logprobs;
     q->echo = o->echo;
-    q->times = o->stats;
+    q->ignores_eos = o->ignore_eos;
     q->decoder.after_bos = n == 1 && q->ids.id[0] == e->tokenizer->bos;
 }
 
@@ -5224,8 +5216,7 @@ static void print_cache_memory(const Session *s) {
 }
 
 static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
-    double total = 0;
-    for (int i = 0; i < t->n; i++) total += t->latency[i];
+    int n = min_int(t->n, LATENCIES);
     fprintf(stderr, "load             %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
             e->n_threads == 1 ? "" : "s");
     fprintf(stderr, "prefill          %.1f tokens/s (%d tokens)\n", t->n_prompt / (t->prefilled - t->start),
@@ -5233,9 +5224,9 @@ static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
     if (t->first > 0)
         fprintf(stderr, "first token      after %.1f ms (time to first token)\n", (t->first - t->start) * 1e3);
     if (t->n > 0) {
-        qsort(t->latency, (size_t)t->n, sizeof *t->latency, compare_doubles);
-        double median = t->latency[t->n / 2], p99 = t->latency[(t->n - 1) * 99 / 100];
-        fprintf(stderr, "decode           %.1f tokens/s (%d tokens)\n", t->n / total, t->n);
+        qsort(t->latency, (size_t)n, sizeof *t->latency, compare_doubles);
+        double median = t->latency[n / 2], p99 = t->latency[(n - 1) * 99 / 100];
+        fprintf(stderr, "decode           %.1f tokens/s (%d tokens)\n", t->n / (t->last - t->first), t->n);
         fprintf(stderr, "inter-token      median %.2f ms, p99 %.2f ms\n", median * 1e3, p99 * 1e3);
         if (e->n_draft)
             fprintf(stderr, "speculation      %.2f tokens per step, %d of %d drafts accepted\n",
@@ -5307,15 +5298,13 @@ static void json_sequence(Text *out, const Options *o, const Engine *e, const Se
     text_format(out, "], \"finish_reason\": \"%s\"", reasons[q->finish]);
     if (q->n_top >= 0) json_scores(out, e->tokenizer, q);
     if (o->stats) {
-        double total = 0;
-        for (int i = 0; i < t->n; i++) total += t->latency[i];
         text_format(out,
                     ", \"seed\": %llu, \"threads\": %d, \"load_seconds\": %.4f, \"prompt_tokens\": %d, "
                     "\"prefill_seconds\": %.6f",
                     (unsigned long long)seed, e->n_threads, e->load_seconds, t->n_prompt, t->prefilled - t->start);
         if (t->first > 0) text_format(out, ", \"first_token_seconds\": %.6f", t->first - t->start);
-        text_format(out, ", \"decoded_tokens\": %d, \"decode_seconds\": %.6f, \"peak_memory_mib\": %.1f", t->n, total,
-                    peak_memory_mib());
+        text_format(out, ", \"decoded_tokens\": %d, \"decode_seconds\": %.6f, \"peak_memory_mib\": %.1f", t->n,
+                    t->last - t->first, peak_memory_mib());
         if (e->n_draft)
             text_format(out, ", \"steps\": %d, \"drafted_tokens\": %d, \"accepted_tokens\": %d", t->n_steps,
                         t->n_drafted, t->n_accepted);
@@ -5687,7 +5676,7 @@ static void chat_answer(Chat *c) {
     int room = e->slides ? INT_MAX : n_ctx - q.ids.len, wanted = max_int(0, o->n_tokens);
     q.max_new = wanted ? min_int(wanted, room) : room;
     q.n_top = o->logprobs;
-    q.times = true; // /stats may ask
+    q.ignores_eos = o->ignore_eos;
     interrupted = 0;
     catch_interrupt();
     sequence_run(e, &q);
@@ -5695,9 +5684,7 @@ static void chat_answer(Chat *c) {
     interrupted = 0;
     if (o->json) print_json(o, e, &q, c->seed);
     else write_out("\n", 1);
-    free(c->timing.latency);
     c->timing = q.timing;
-    q.timing.latency = NULL; // it is the chat's now
     chat_append(c, ASSISTANT, q.text.data, q.text.len);
     free(c->cached.id);
     c->cached = q.ids;
@@ -5912,7 +5899,6 @@ static int mode_chat(const Options *o) {
     chat_remove(&c, 0, c.n_messages);
     free(c.messages);
     free(c.cached.id);
-    free(c.timing.latency);
     sampler_free(c.sampler);
     engine_free(&e);
     return saved ? 0 : 1;
@@ -6764,6 +6750,7 @@ static const Option options[] = {
     {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
      "new tokens at most; 0: until the context is full (256; chat 0)", NULL},
     {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated", NULL},
+    {0, "ignore-eos", FLAG, AT(ignore_eos), 0, 0, NULL, NULL, "go on behind the token that ends a text", NULL},
     {'z', "tokenizer", TEXT, AT(tokenizer), 0, 0, NULL, "FILE",
      "the tokenizer (the checkpoint's own, else tokenizer.bin)", NULL},
     {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token", NULL},
