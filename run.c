@@ -5328,7 +5328,6 @@ static uint64_t choose_seed(const Options *o) {
 
 static int mode_generate(const Options *o) {
     Engine e = {0};
-    if (o->logprobs >= 0 && !o->json) die_usage("--logprobs: expected --json with it, where they can be printed");
     engine_load(&e, o, true);
     Text prompt = read_prompt(o, false);
     Sequence q = {.streams = !o->json, .keeps = o->json, .stops = o->stops, .n_stops = o->n_stops};
@@ -6352,8 +6351,10 @@ static void batch_progress(Batch *b, bool last) {
     double now = seconds();
     if (!last && now - b->shown < (terminal ? 0.2 : 10)) return;
     b->shown = now;
-    fprintf(stderr, "%s%d of %d done, %lld tokens, %.1f tokens/s%s", terminal ? "\r\033[K" : "", b->n_done, b->n_total,
-            b->n_tokens, (double)b->n_tokens / (now - b->start), last || !terminal ? "\n" : "");
+    fprintf(stderr, "%s%d of %d done, %lld tokens, %.1f tokens/s", terminal ? "\r\033[K" : "", b->n_done, b->n_total,
+            b->n_tokens, (double)b->n_tokens / (now - b->start));
+    if (b->n_wrong) fprintf(stderr, ", %d bad", b->n_wrong);
+    if (last || !terminal) fputs("\n", stderr);
     fflush(stderr);
 }
 
@@ -6401,7 +6402,14 @@ static void batch_resume(Batch *b, int n_lines) {
     free(heads);
 }
 
+static bool same_file(const char *a, const char *b) {
+    struct stat x, y;
+    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
 static void batch_open(Batch *b, const Options *o) {
+    if (o->output && o->file && same_file(o->output, o->file))
+        die_usage("--output: %s is the file with the prompts", o->output);
     const char *line, *suffix = o->file ? strrchr(o->file, '.') : NULL;
     size_t n;
     b->options = o;
@@ -6993,6 +7001,8 @@ static void check_options(const Options *o) {
     if (o->draft && o->lookup) die_usage("--draft and --lookup: expected one of the two, got both");
     if ((o->output || o->resume || o->unordered) && strcmp(o->mode, "batch"))
         die_usage("--output, --resume and --unordered: are for -m batch, got -m %s", o->mode);
+    if (o->logprobs >= 0 && !o->json && strcmp(o->mode, "batch"))
+        die_usage("--logprobs: expected --json with it, where they can be printed");
     if (o->rope_factor && !o->rope_scaling) die_usage("--rope-factor: expected --rope-scaling with it");
     if (o->rope_scaling && !o->rope_factor) die_usage("--rope-scaling: expected --rope-factor with it");
 }
