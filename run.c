@@ -5457,6 +5457,7 @@ static int mode_info(const Options *o) {
         print_tokenizer(t);
     } else {
         Model *m = model_load(checkpoint, choose_threads(o));
+        choose_rope(o, m);
         printf("format          %s\n", m->format);
         if (m->name[0]) printf("name            ");
         print_escaped(stdout, m->name);
