@@ -5971,7 +5971,7 @@ static bool json_escape(Json *j, Text *out) {
         return true;
     }
     uint32_t c, low;
-    if (!json_is(j, "u")) return json_wrong(j, "expected one of \"\\/bfnrtu behind a backslash");
+    if (j->at == j->end || *j->at++ != 'u') return json_wrong(j, "expected one of \"\\/bfnrtu behind a backslash");
     if (!json_hex(j, &c)) return false;
     if (c >= 0xD800 && c < 0xDC00 && j->end - j->at >= 6 && j->at[0] == '\\' && j->at[1] == 'u') {
         Json second = *j;
@@ -5999,30 +5999,33 @@ static bool json_read_string(Json *j, Text *out) {
     return json_expect(j, "\"");
 }
 
+// Steps over digits. Returns whether there is one at least.
+static bool json_digits(Json *j) {
+    const char *begin = j->at;
+    while (j->at < j->end && isdigit((unsigned char)*j->at)) j->at++;
+    return j->at > begin;
+}
+
 // A number as it stands there. Ref: RFC 8259, section 6.
 static bool json_read_number(Json *j, char *number, size_t size) {
-    const char *c = j->at;
     json_is(j, ""); // skips space
-    const char *begin = c = j->at;
-    if (c < j->end && *c == '-') c++;
-    const char *digits = c;
-    while (c < j->end && isdigit((unsigned char)*c)) c++;
-    bool good = c > digits && (*digits != '0' || c == digits + 1);
-    if (c < j->end && *c == '.') {
-        const char *fraction = ++c;
-        while (c < j->end && isdigit((unsigned char)*c)) c++;
-        good = good && c > fraction;
+    const char *begin = j->at;
+    if (j->at < j->end && *j->at == '-') j->at++;
+    const char *digits = j->at;
+    bool good = json_digits(j) && (*digits != '0' || j->at == digits + 1);
+    if (j->at < j->end && *j->at == '.') {
+        j->at++;
+        good = json_digits(j) && good;
     }
-    if (c < j->end && (*c == 'e' || *c == 'E')) {
-        if (++c < j->end && (*c == '+' || *c == '-')) c++;
-        const char *exponent = c;
-        while (c < j->end && isdigit((unsigned char)*c)) c++;
-        good = good && c > exponent;
+    if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
+        j->at++;
+        if (j->at < j->end && (*j->at == '+' || *j->at == '-')) j->at++;
+        good = json_digits(j) && good;
     }
-    if (!good || (size_t)(c - begin) >= size) return json_wrong(j, "expected a number");
-    memcpy(number, begin, (size_t)(c - begin));
-    number[c - begin] = 0;
-    j->at = c;
+    size_t n = (size_t)(j->at - begin);
+    if (!good || n >= size) return json_wrong(j, "expected a number");
+    memcpy(number, begin, n);
+    number[n] = 0;
     return true;
 }
 
