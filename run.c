@@ -1421,6 +1421,7 @@ typedef struct {
     const Model *model;
     int n_ctx, n_seqs, max_rows, max_logits, n_threads;
     int n_slots;       // positions that the cache of a sequence holds: n_ctx, or fewer in a ring
+    int *lost;         // [n_seqs]   a ring has overwritten what it had of positions before this one
     int span_rows;     // rows in a span, at most
     Type kv_type;      // F32, F16 or I8
     size_t head_words; // 4-byte words of the keys and values of one kv head
@@ -1487,17 +1488,16 @@ static uint32_t *cache_values(const Session *s, int seq, int layer, int kv_head)
     return cache_keys(s, seq, layer, kv_head) + (size_t)s->n_slots * key_words(&s->model->config, s->kv_type);
 }
 
-// Whether the cache still holds what a row at `pos` may see, when positions before `end` have been stored, and perhaps
-// some more in vain. A ring forgets.
-static bool cache_reaches(const Session *s, int end, int pos) {
-    int forgotten = s->n_slots < s->n_ctx ? end + s->max_rows - s->n_slots : 0;
-    return forgotten <= 0 || pos - s->model->config.sliding_window + 1 >= forgotten;
+// Whether the cache still holds what a row at `pos` may see, where all positions before it have been computed.
+static bool cache_reaches(const Session *s, int seq, int pos) {
+    return s->lost[seq] <= 0 || pos - s->model->config.sliding_window + 1 >= s->lost[seq];
 }
 
 // Copy what n positions of a sequence have in the cache to another sequence.
 static void cache_copy(const Session *s, int from, int to, int n) {
     const Config *c = &s->model->config;
     size_t slots = pad((size_t)min_int(n, s->n_slots), PANEL);
+    s->lost[to] = s->lost[from];
     for (int l = 0; l < c->n_layers; l++)
         for (int h = 0; h < c->n_kv_heads; h++) {
             memcpy(cache_keys(s, to, l, h), cache_keys(s, from, l, h), slots * key_words(c, s->kv_type) * 4);
@@ -1626,6 +1626,7 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     s->n_threads = n_threads;
     s->kv_type = kv_type;
     s->n_slots = cache_slots(c, n_ctx, max_rows);
+    s->lost = alloc((size_t)n_seqs, sizeof *s->lost, "session");
     s->head_words = product((size_t)s->n_slots, cache_position_bytes(c, kv_type), "key/value cache") / 4;
     s->dim_stride = pad((size_t)c->dim, PANEL);
     s->q_stride = pad((size_t)q_dim(c), PANEL);
@@ -1668,7 +1669,8 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
 }
 
 static void session_free(Session *s) {
-    void *all[] = {s->x, s->q, s->k, s->v, s->branch, s->gate, s->up, s->turns, s->logits, s->wanted, s->spans};
+    void *all[] = {s->x,  s->q,     s->k,      s->v,      s->branch, s->gate,
+                   s->up, s->turns, s->logits, s->wanted, s->spans,  s->lost};
     activations_free(&s->in);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     for (int i = 0; i < s->n_threads; i++) free(s->scratch[i].scores);
@@ -1885,6 +1887,8 @@ static void plan_rows(Session *s, const Row *rows, int n) {
         assert(rows[r].pos >= 0 && rows[r].pos < s->n_ctx && rows[r].seq >= 0 && rows[r].seq < s->n_seqs);
         assert(!rows[r].want_logits || s->n_wanted < s->max_logits);
         if (rows[r].want_logits) s->wanted[s->n_wanted++] = r;
+        int *lost = &s->lost[rows[r].seq]; // who begins anew has lost nothing
+        *lost = rows[r].pos ? max_int(*lost, rows[r].pos + 1 - s->n_slots) : 0;
         Span *last = s->n_spans ? &s->spans[s->n_spans - 1] : NULL;
         bool joins = last && last->count < s->span_rows && rows[r].seq == rows[last->first].seq &&
                      rows[r].pos == rows[last->first].pos + last->count;
@@ -4829,11 +4833,12 @@ static int draft_from_context(const Ids *ids, int n, int *draft) {
     return n;
 }
 
-// The tokens that the cache of a session has computed and these ids begin with: the rest is still to be run.
-static int common_prefix(const Session *s, const Ids *cached, int n_cached, const Ids *ids) {
+// With how many of `ids` the cache of a sequence can go on: those that it begins with, if it still has what the next one
+// may see. The last one is always to be run, for its logits. cached: [n_cached] what the sequence has computed.
+static int common_prefix(const Session *s, int seq, const Ids *cached, int n_cached, const Ids *ids) {
     int common = 0;
     while (common < ids->len - 1 && common < n_cached && ids->id[common] == cached->id[common]) common++;
-    return cache_reaches(s, n_cached, common) ? common : 0;
+    return cache_reaches(s, seq, common) ? common : 0;
 }
 
 // Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits.
@@ -4850,7 +4855,7 @@ static void prefill(Session *s, const int *ids, int n, int pos, int seq) {
 // Drafts from a small model, which samples as the large one will and with the same random numbers: the more its
 // probabilities are alike, the more often both draw the same.
 static int draft_from_model(Draft *d, const Sequence *q, int n, int *draft) {
-    int common = common_prefix(d->session, &d->cached, d->cached.len, &q->ids);
+    int common = common_prefix(d->session, 0, &d->cached, d->cached.len, &q->ids);
     d->cached.len = common;
     for (int i = common; i < q->ids.len; i++) ids_append(&d->cached, q->ids.id[i]);
     prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0);
@@ -5672,7 +5677,7 @@ static void chat_answer(Chat *c) {
     }
     Sequence q = {.streams = !o->json, .keeps = true, .stops = o->stops, .n_stops = o->n_stops, .sampler = c->sampler};
     q.ids = chat_render(c);
-    q.n_cached = common_prefix(e->session, &c->cached, c->cached.len, &q.ids);
+    q.n_cached = common_prefix(e->session, 0, &c->cached, c->cached.len, &q.ids);
     int room = e->slides ? INT_MAX : n_ctx - q.ids.len, wanted = max_int(0, o->n_tokens);
     q.max_new = wanted ? min_int(wanted, room) : room;
     q.n_top = o->logprobs;
@@ -5702,7 +5707,7 @@ static void chat_answer(Chat *c) {
 //   each message: role, length, bytes; the ids; for each layer and kv head the keys and values of these ids
 //   a checksum of all that (FNV-1a, 64 bits)
 
-enum { SESSION_VERSION = 1 };
+enum { SESSION_VERSION = 2 };
 static const uint64_t FNV_START = 14695981039346656037u;
 
 static uint64_t fnv64(uint64_t h, const void *bytes, size_t n) {
@@ -5710,12 +5715,14 @@ static uint64_t fnv64(uint64_t h, const void *bytes, size_t n) {
     return h;
 }
 
-// What tells this model from others: its hyperparameters, and some of each matrix.
+// What tells this model from others: its hyperparameters, how it turns, and some of each matrix.
 static uint64_t model_fingerprint(const Model *m) {
     enum { SAMPLES = 256 };
     const Config *c = &m->config;
     const int shape[] = {c->dim, c->hidden_dim, c->n_layers, c->n_heads, c->n_kv_heads, c->head_dim, c->vocab_size};
     uint64_t h = fnv64(FNV_START, shape, sizeof shape);
+    h = fnv64(h, m->rope_freqs, (size_t)c->head_dim / 2 * sizeof *m->rope_freqs);
+    h = fnv64(h, &m->rope_magnitude, sizeof m->rope_magnitude);
     for (int i = 0; i < c->n_layers * LAYER_MATRICES + 2; i++) {
         const Matrix *w =
             i < 2 ? (i ? &m->output : &m->embed) : layer_matrix(m, (i - 2) / LAYER_MATRICES, (i - 2) % LAYER_MATRICES);
@@ -5737,7 +5744,7 @@ static size_t saved_value_words(const Session *s, int n) {
 static bool chat_save(Chat *c, const char *path) {
     const Session *s = c->engine->session;
     const Config *config = &s->model->config;
-    if (c->cached.len > s->n_slots) c->cached.len = 0; // the ring has lost the beginning
+    if (s->lost[0] > 0) c->cached.len = 0; // the beginning: it will be computed again
     Text t = {0};
     text_append(&t, "run.chat", 8);
     uint64_t header[] = {SESSION_VERSION, model_fingerprint(s->model), (uint64_t)s->kv_type, (uint64_t)c->n_messages,
@@ -5786,7 +5793,7 @@ static void chat_load(Chat *c, const char *path) {
         die("%s: expected version %d, got %llu", path, SESSION_VERSION, (unsigned long long)version);
     if (sum != saved) die("%s: the saved conversation is damaged: its checksum is wrong", path);
     if (fingerprint != model_fingerprint(s->model))
-        die("%s: was saved with another model than %s", path, s->model->path);
+        die("%s: was saved with another model than %s, or with another stretch of it", path, s->model->path);
     if (type != (uint64_t)s->kv_type)
         die("%s: was saved with another type of key/value cache than %s (--kv)", path, kv_name(s->kv_type));
     uint64_t n_messages = reader_u64(&r, "messages"), n_ids = reader_u64(&r, "ids");
@@ -5797,8 +5804,9 @@ static void chat_load(Chat *c, const char *path) {
                 (unsigned long long)role, (unsigned long long)len);
         chat_append(c, (Role)role, (const char *)reader_take(&r, len, "message"), len);
     }
-    if (n_ids > (uint64_t)s->n_slots)
-        die("%s: needs a context of %llu tokens, got %d (--context N)", path, (unsigned long long)n_ids, s->n_slots);
+    if (n_ids > (uint64_t)s->n_ctx)
+        die("%s: needs a context of %llu tokens, got %d (--context N)", path, (unsigned long long)n_ids, s->n_ctx);
+    if (n_ids > (uint64_t)s->n_slots) n_ids = 0; // a ring too small for what was saved: it is computed again
     for (uint64_t i = 0; i < n_ids; i++) ids_append(&c->cached, reader_i32(&r, "ids"));
     for (int l = 0; l < config->n_layers; l++)
         for (int h = 0; h < config->n_kv_heads; h++) {
@@ -6284,10 +6292,10 @@ static bool batch_share(Batch *b, Place *p) {
     for (int i = 0; i < b->n_places; i++) {
         const Place *other = &b->places[i];
         if (other == p) continue;
-        int common = common_prefix(s, &other->q.ids, other->q.n_cached, &p->q.ids);
+        int common = common_prefix(s, i, &other->q.ids, other->q.n_cached, &p->q.ids);
         if (common > cached) cached = common, from = i;
         if (other->busy && !other->waits)
-            coming = max_int(coming, common_prefix(s, &other->q.ids, other->q.ids.len, &p->q.ids));
+            coming = max_int(coming, common_prefix(s, i, &other->q.ids, other->q.ids.len, &p->q.ids));
     }
     if (coming >= cached + PANEL) return false;
     if (from >= 0) cache_copy(s, from, p->q.place, cached);
@@ -6309,7 +6317,7 @@ static bool batch_admit(Batch *b, Place *p) {
     sequence_begin(b->options, b->engine, &q, r->n_tokens);
     bool scores_prompt = q.echo && q.n_top >= 0; // then all of it must be run
     if (q.echo) sequence_keep_prompt(&q, r->prompt.data, r->prompt.len);
-    if (!scores_prompt) q.n_cached = common_prefix(b->engine->session, &p->q.ids, p->q.n_cached, &q.ids);
+    if (!scores_prompt) q.n_cached = common_prefix(b->engine->session, q.place, &p->q.ids, p->q.n_cached, &q.ids);
     q.timing.start = seconds();
     sequence_free(&p->q);
     p->q = q;
@@ -7055,7 +7063,12 @@ API void *lib_session(const void *model, int n_ctx, int n_seqs, int max_rows, in
     return session_open(model, F32, n_ctx, n_seqs, max_rows, max_rows, n_threads);
 }
 
-// With a key/value cache of another type: 0 f32, 1 f16.
+// --rope-scaling: 1 linear, 2 yarn, 3 ntk; and --rope-factor
+API void lib_rope_stretch(void *model, int scaling, double factor) {
+    rope_stretch(model, (RopeScaling)scaling, factor);
+}
+
+// With a key/value cache of another type: 0 f32, 1 f16, 3 int8.
 API void *lib_session_kv(const void *model, int kv_type, int n_ctx, int n_seqs, int max_rows, int n_threads) {
     return session_open(model, (Type)kv_type, n_ctx, n_seqs, max_rows, max_rows, n_threads);
 }

@@ -53,7 +53,7 @@ f32, f64, i32, u8 = np.float32, np.float64, np.int32, np.uint8
 
 
 @pytest.fixture(scope="session", autouse=True)
-def build():
+def everything_is_built():  # no test may have a parameter of this name, for it would be in its place
     with open(ROOT / "Makefile") as lock:  # one make at a time, whatever the number of test processes
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(["make", "-s", "run", "debug", "library"], cwd=ROOT, check=True)
@@ -237,11 +237,14 @@ def as_stored(version, c, tensors, group=None):
     return stored
 
 
-KV_F32, KV_F16 = 0, 1  # types of the key/value cache
+KV_F32, KV_F16, KV_Q8 = 0, 1, 3  # types of the key/value cache
 
 
 def cached(x, kv):
-    """Keys (behind RoPE) or values as the cache keeps them. f16: the nearest half; 65,504 for what is beyond that."""
+    """Keys (behind RoPE) or values as the cache keeps them. f16: the nearest half; 65,504 for what is beyond that. q8: as
+    int8, in blocks of 32 elements of a head. x: [..., head_dim]"""
+    if kv == KV_Q8:
+        return rounded(x.reshape(-1, x.shape[-1])).reshape(x.shape)
     return x if kv == KV_F32 else np.clip(x, -65504, 65504).astype(f32).astype(np.float16).astype(f64)
 
 
@@ -324,6 +327,7 @@ class Engine:
         lib.lib_model_free.restype, lib.lib_model_free.argtypes = None, [void]
         lib.lib_vocab_size.restype, lib.lib_vocab_size.argtypes = int_, [void]
         lib.lib_session_kv.restype, lib.lib_session_kv.argtypes = void, [void] + [int_] * 5
+        lib.lib_rope_stretch.restype, lib.lib_rope_stretch.argtypes = None, [void, int_, ctypes.c_double]
         lib.lib_session_free.restype, lib.lib_session_free.argtypes = None, [void]
         lib.lib_forward.restype = None
         lib.lib_forward.argtypes = [void, int_] + [pointer(i32)] * 3 + [pointer(u8), pointer(f32)]
@@ -331,9 +335,12 @@ class Engine:
         lib.lib_matmul.argtypes = [int_] * 4 + [void, void, pointer(f32), int_, pointer(f32), int_, void]
 
     @contextmanager
-    def session(self, checkpoint, n_ctx=128, n_seqs=1, max_rows=128, threads=1, kv_type=KV_F32):
-        """Yields forward(tokens, pos, seq, want=None) -> logits [wanted rows, vocab_size]; want: all by default."""
+    def session(self, checkpoint, n_ctx=128, n_seqs=1, max_rows=128, threads=1, kv_type=KV_F32, stretch=None):
+        """Yields forward(tokens, pos, seq, want=None) -> logits [wanted rows, vocab_size]; want: all by default.
+        stretch: (how, factor) of --rope-scaling and --rope-factor."""
         model = self.lib.lib_model(str(checkpoint).encode(), threads)
+        if stretch:
+            self.lib.lib_rope_stretch(model, ["linear", "yarn", "ntk"].index(stretch[0]) + 1, stretch[1])
         session = self.lib.lib_session_kv(model, kv_type, n_ctx, n_seqs, max_rows, threads)
         vocab_size = self.lib.lib_vocab_size(model)
 
@@ -2430,6 +2437,8 @@ def rope_turns(net, n, stored, yarn_magnitude=True):
     freq, magnitude = net.base ** (-2 * i / d), 1.0
     if net.scaling == "linear":
         freq = freq / net.factor
+    if net.scaling == "ntk":
+        freq = (net.base * net.factor ** (d / (d - 2))) ** (-2 * i / d)
     if net.scaling == "yarn":
 
         def pair_that_turns(times):
@@ -2484,7 +2493,9 @@ def gguf_oracle(net, stored, tokens, kv=KV_F32, halves=None, without=(), yarn_ma
         q = rope(rmsnorm(linear(h, b + "attn_q").reshape(T, -1, hd), b + "attn_q_norm.weight"))
         k = rope(rmsnorm(linear(h, b + "attn_k").reshape(T, -1, hd), b + "attn_k_norm.weight"))
         v = linear(h, b + "attn_v").reshape(T, -1, hd)
-        k, v = (np.repeat(cached(a, kv), net.n_heads // net.n_kv_heads, 1) for a in (k, v))
+        order = np.arange(hd).reshape(2, -1).T.ravel() if halves else np.arange(hd)  # in the cache, pairs lie together
+        k = cached(k[..., order], kv)[..., np.argsort(order)]
+        k, v = (np.repeat(a, net.n_heads // net.n_kv_heads, 1) for a in (k, cached(v, kv)))
         score = np.einsum("thd,shd->hts", q, k) / math.sqrt(hd)
         score[:, hidden] = -np.inf
         weight = np.exp(score - score.max(-1, keepdims=True))
@@ -5898,3 +5909,503 @@ def test_stories_keep_their_thread_in_a_chat():
                              capture_output=True, check=True)  # fmt: skip
     assert process.stdout.decode() == tell("-i", "Once upon a time", "-t", "0", "-n", "20")[len("Once upon a time") :]
     assert b"no chat template" in process.stderr
+
+
+# ---- the key/value cache as int8 ----
+
+# int8: as with activations, oracle and engine round alike but for an element on the edge between two steps (float32
+# noise of 1e-7 beside steps of 1/127 of a peak: one in 100,000), and every later row of the text feels that. In texts
+# of 8 tokens few rows do: the typical row is right to 2e-6. In a long text no row is far: of float32 models 9e-3 at
+# most, of those that round activations, where an edge begets others, as far as INT8_WORST. A cache that does not
+# round, or rounds to halves, is off by 3e-3 to 4e-2 in the typical row.
+Q8_TYPICAL, Q8_WORST = 1e-5, 0.03
+
+
+def oracle_of(case, tokens, **options):
+    """The oracle for a Case or a NetCase."""
+    return (oracle if isinstance(case, Case) else gguf_oracle)(case[1], case.stored, tokens, **options)
+
+
+def needs_q8(engine, case):
+    """Near the oracle whose cache rounds to int8, and far from those whose cache is of another type."""
+    n = len(case.tokens) // 8
+    texts = case.tokens[: 8 * n].reshape(n, 8)
+    with engine().session(case.path, n_seqs=n, threads=2, kv_type=KV_Q8) as forward:
+        got = forward(texts.ravel(), np.tile(np.arange(8), n), np.repeat(np.arange(n), 8))
+    off = {}
+    for kv in (KV_F32, KV_F16, KV_Q8):
+        off[kv] = np.median(row_errors(got, np.concatenate([oracle_of(case, text, kv=kv) for text in texts])))
+    assert off[KV_Q8] < Q8_TYPICAL and min(off[KV_F32], off[KV_F16]) > 100 * Q8_TYPICAL, off
+    rounds = any(rounds for _, rounds in case.stored.values())
+    whole = engine().logits(case.path, case.tokens, threads=2, kv_type=KV_Q8)
+    errors = row_errors(whole, oracle_of(case, case.tokens, kv=KV_Q8))
+    assert errors.max() < (INT8_WORST if rounds else Q8_WORST), errors.max()
+
+
+@every_kv_case
+def test_q8_cache_equals_oracle(engine, half_case, key):
+    needs_q8(engine, half_case(*key))
+
+
+@pytest.fixture(scope="session")
+def q8_alone(engine, half_case):
+    """The logits that every other way must repeat."""
+    return functools.cache(lambda *key: engine().logits(half_case(*key).path, half_case(*key).tokens, kv_type=KV_Q8))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@every_kv_case
+def test_q8_chunks_threads_and_builds(engine, half_case, q8_alone, key, build):
+    path, _, _, tokens = half_case(*key)
+    n = len(tokens)
+    for chunk, threads in [(1, 2), (7, 3), (n, 1)]:
+        room = dict(n_ctx=n, max_rows=chunk)
+        got = engine(build).logits(path, tokens, chunk=chunk, threads=threads, kv_type=KV_Q8, **room)
+        assert same(got, q8_alone(*key)), (chunk, threads)
+    roomy = engine(build).logits(path, tokens, n_ctx=1000, max_rows=300, kv_type=KV_Q8)
+    assert same(roomy, q8_alone(*key))
+
+
+@every_kv_case
+def test_q8_sequences_in_one_call(engine, half_case, q8_alone, key):
+    """Four copies of the text, each at another place, 33 rows a call in any order."""
+    path, _, _, tokens = half_case(*key)
+    n, rng, delay = len(tokens), np.random.default_rng(8), np.array([0, 5, 40, 90])
+    rows = [(t, s) for step in range(n + 90) for s in range(4) if 0 <= (t := step - delay[s]) < n]
+    with engine().session(path, n_seqs=4, threads=3, kv_type=KV_Q8) as forward:
+        for at in range(0, len(rows), 33):
+            pos, seq = np.array(rows[at : at + 33])[rng.permutation(len(rows[at : at + 33]))].T
+            assert same(forward(tokens[pos], pos, seq), q8_alone(*key)[pos])
+
+
+@each_kv_case
+def test_q8_past_can_be_rewritten(engine, case, q8_alone, key):
+    """What another text left, of elements and of scales, must not be seen."""
+    path, _, _, tokens = case(*key)
+    with engine().session(path, threads=2, kv_type=KV_Q8) as forward:
+        forward(tokens[::-1], np.arange(N_ROWS))
+        forward(tokens[:20], np.arange(20))
+        forward(tokens[50:60], np.arange(20, 30))
+        for t in range(20, 41):
+            assert same(forward(tokens[t : t + 1], [t]), q8_alone(*key)[t : t + 1])
+        assert same(forward(tokens[41:], np.arange(41, N_ROWS)), q8_alone(*key)[41:])
+
+
+def random_case(folder, net, n):
+    """A file of the net, and n tokens."""
+    file, stored = random_net(net)
+    (folder / "n.gguf").write_bytes(file.data())
+    return NetCase(folder / "n.gguf", net, stored, np.random.default_rng(9).integers(0, net.vocab_size, n).astype(i32))
+
+
+#        head_dim, around the 4 elements of a word, the 16 of a panel and the 32 that share a scale
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("head_dim", [2, 6, 18, 30, 34, 48, 62, 66, 80, 96, 128, 130, 256])
+def test_q8_head_dims(engine, tmp_path, head_dim, arch):
+    this = random_case(tmp_path, Net(arch, "F16", 48, 64, 4, 2, head_dim, qk_norm=arch == "qwen3"), 61)
+    needs_q8(engine, this)
+    whole = engine().logits(this.path, this.tokens, kv_type=KV_Q8)
+    for build in BUILDS:
+        got = engine(build).logits(this.path, this.tokens, chunk=9, threads=2, kv_type=KV_Q8)
+        assert same(got, whole)
+
+
+@pytest.mark.parametrize("window", [0, 2, 255, 257])
+def test_q8_long_text(engine, tmp_path, window):
+    """Blocks of attention that are unpacked one after the other, and windows that end within them."""
+    path, net, stored, tokens = random_case(tmp_path, Net("llama", "F16", 32, 48, 4, 2, 10, window=window), 555)
+    whole = engine().logits(path, tokens, n_ctx=555, max_rows=555, chunk=555, threads=2, kv_type=KV_Q8)
+    errors = row_errors(whole, gguf_oracle(net, stored, tokens, kv=KV_Q8))
+    assert np.median(errors) < Q8_TYPICAL and errors.max() < Q8_WORST, (np.median(errors), errors.max())
+    for build in BUILDS:
+        for chunk in (1, 37):
+            assert same(engine(build).logits(path, tokens, n_ctx=555, chunk=chunk, kv_type=KV_Q8), whole)
+
+
+def test_q8_hides_no_infinity(engine, tmp_path):
+    """One value is infinite, where f16 would saturate: no number may come of it."""
+    file, stored = random_net(NETS["qwen2"])
+    name = "blk.0.attn_v.bias"
+    bias = stored[name][0].copy()
+    bias[3] = np.inf
+    (tmp_path / "inf.gguf").write_bytes(file.plus((name, (len(bias),), 0, bias.astype("<f4").tobytes())).data())
+    assert np.isnan(engine().logits(tmp_path / "inf.gguf", np.arange(20), kv_type=KV_Q8)).all()
+    refused(1, tmp_path / "inf.gguf", "--kv", "q8", "-i", "a", "-n", 1, "--json", naming=["finite"])
+
+
+NEVER = 2  # EOS of sentencepiece_keys
+
+
+def endless(folder, net, n_ctx=128):
+    """A file of an untied F32 net that never makes EOS: its logit is always 0, and greedy takes one above."""
+    file, stored = random_net(net)
+    w = stored["output.weight"][0].astype("<f4")
+    w[NEVER] = 0
+    changed = ("output.weight", w.shape[::-1], 0, w.tobytes()), ("llama.context_length", "u32", n_ctx)
+    (folder / "endless.gguf").write_bytes(file.plus(*changed).data())
+    return folder / "endless.gguf"
+
+
+def greedy_ids(forward, ids, n, n_ctx=10**9):
+    """n ids that follow, greedily; when the context is full, the first ids and the newest half stay."""
+    ids, made, cached = list(ids), [], 0
+    while len(made) < n:
+        if len(ids) > n_ctx:
+            ids, cached = ids[: min(4, n_ctx // 4)] + ids[-max(1, n_ctx // 2) :], 0
+        made.append(int(forward(ids[cached:], np.arange(cached, len(ids)))[-1].argmax()))
+        cached = len(ids)
+        ids.append(made[-1])
+    return made
+
+
+def json_ids(*arguments, **options):
+    return json.loads(output(*arguments, "--json", **options))["ids"]
+
+
+ABCD = [1, LETTER_PIECES.index("▁"), LETTER_PIECES.index("abc"), LETTER_PIECES.index("d")]  # ids of "abcd", BOS first
+
+
+def test_q8_from_the_command_line(engine, tmp_path):
+    """The type changes what is said, so that we see which it was; a head of 40 takes 40 + 2 * 4 bytes for a key, and
+    48 + 2 * 4 for a value, which is padded."""
+    path = endless(tmp_path, Net("llama", "F32", 64, 96, 4, 2, 40))
+    said = {}
+    for name, kv in [("f32", KV_F32), ("q8", KV_Q8)]:
+        with engine().session(path, kv_type=kv) as forward:
+            said[name] = greedy_ids(forward, ABCD, 100)
+        assert json_ids(path, "--kv", name, "-i", "abcd", "-t", 0, "-n", 100) == said[name]
+    assert said["q8"] != said["f32"]
+    per_token = 2 * 2 * (48 + 56)
+    shown = output(path, "-m", "info", "--kv", "q8", "-c", 8192).decode()
+    assert f"{per_token} bytes per token (q8), {per_token * 8192 / 2**20:.1f} MiB" in shown
+    stats = run(path, "--kv", "q8", "-i", "abcd", "-n", 5, "--stats").stderr.decode()
+    assert re.search(rf"KV cache\s+q8, {per_token} bytes per token, at most {per_token * 128 / 2**20:.1f} MiB", stats)
+
+
+# ---- the cache as a ring ----
+
+each_kv = pytest.mark.parametrize("kv", [KV_F32, KV_F16, KV_Q8], ids=["f32", "f16", "q8"])
+
+
+def window_net(window, **changes):
+    return Net("llama", "F32", 32, 48, 4, 2, 8, window=window)._replace(**changes)
+
+
+@each_kv
+@pytest.mark.parametrize("window", [1, 7, 100, 193, 194, 256])
+def test_ring_changes_nothing(engine, tmp_path, window, kv):
+    """1,500 positions, all of which one cache holds; the others are rings of 256 or 512. A window of 193 and chunks of
+    64 need 256 slots, one of 194 needs 257."""
+    path, _, _, tokens = random_case(tmp_path, window_net(window), 1500)
+    whole = engine().logits(path, tokens, n_ctx=1500, max_rows=1500, chunk=1500, threads=2, kv_type=kv)
+    for chunk, build in [(1, "run"), (7, "run-plain"), (64, "run")]:
+        got = engine(build).logits(path, tokens, n_ctx=1500, max_rows=chunk, chunk=chunk, kv_type=kv)
+        assert same(got, whole), (chunk, build)
+
+
+@each_kv
+def test_sequences_in_rings(engine, tmp_path, kv):
+    """Three copies of a text, each at another place and in a ring of 256 of its own, 50 rows a call in any order."""
+    path, _, _, tokens = random_case(tmp_path, window_net(100), 700)
+    whole = engine().logits(path, tokens, n_ctx=700, max_rows=700, chunk=700, kv_type=kv)
+    rng, delay = np.random.default_rng(8), [0, 33, 300]
+    rows = [(t, s) for step in range(1000) for s in range(3) if 0 <= (t := step - delay[s]) < 700]
+    with engine().session(path, n_ctx=700, n_seqs=3, max_rows=50, threads=2, kv_type=kv) as forward:
+        for at in range(0, len(rows), 50):
+            pos, seq = np.array(rows[at : at + 50])[rng.permutation(len(rows[at : at + 50]))].T
+            assert same(forward(tokens[pos], pos, seq), whole[pos])
+
+
+@each_kv
+def test_past_of_a_ring_can_be_rewritten(engine, tmp_path, kv):
+    """As far as it reaches: 256 slots hold positions 751 to 1006, and the window of position 850 begins at 751."""
+    path, _, _, tokens = random_case(tmp_path, window_net(100), 1100)
+    whole = engine().logits(path, tokens, n_ctx=1100, max_rows=1100, chunk=1100, kv_type=kv)
+    with engine().session(path, n_ctx=1100, max_rows=7, kv_type=kv) as forward:
+        for at in range(0, 1007, 7):
+            n = min(7, 1007 - at)
+            forward(tokens[at : at + n] if at < 1000 else tokens[:n], np.arange(at, at + n))  # the last 7 in vain
+        for at in range(850, 1100, 5):
+            assert same(forward(tokens[at : at + 5], np.arange(at, at + 5)), whole[at : at + 5])
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory):
+    """A model with a window of 100, trained for 65,536 positions; its cache takes 4 KiB a token."""
+    return endless(tmp_path_factory.mktemp("windowed"), window_net(100, n_kv_heads=4, head_dim=64), 65536)
+
+
+def test_ring_of_any_chunk_says_the_same(windowed):
+    """2,000 tokens: chunks and drafts make rings of 256 to 512; a chunk of 2048 makes none."""
+    arguments = windowed, "-c", 2100, "-n", 2000, "-t", 1, "--min-p", 0.3, "-s", 3, "-i", "abcd"
+    want = json_ids(*arguments, "--chunk", 2048)
+    assert len(want) == 2000
+    for flags in [("--chunk", 1), ("--chunk", 1, "--lookup", 9), ("--chunk", 1, "--draft", windowed), ("-j", 2)]:
+        assert json_ids(*arguments, *flags) == want, flags
+
+
+RINGS = [("--chunk 256", 512), ("--chunk 1", 256), ("--chunk 156", 256), ("--chunk 157", 512), ("-c 512", 0),
+         ("-c 513", 512)]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags, ring", RINGS)
+def test_info_of_a_ring(windowed, flags, ring):
+    """The window and a chunk, in whole blocks of 256, where that is less than the context."""
+    shown = output(windowed, "-m", "info", *flags.split()).decode()
+    (mib, n_ctx, said) = re.search(r"4096 bytes per token \(f32\), (.*) MiB for a context of (\d+)(.*)", shown).groups()
+    assert said == (f" (a ring of {ring})" if ring else "")
+    assert float(mib) == round(4096 * (ring or int(n_ctx)) / 2**20, 1)
+
+
+def test_memory_of_a_ring_does_not_grow_with_the_text(windowed):
+    """9,000 tokens more would be 35 MiB more in a cache that keeps all."""
+    arguments = windowed, "-c", 16384, "-t", 0, "-i", "abcd"
+    assert len(json_ids(*arguments, "-n", 9000)) == 9000
+    assert abs(peak_memory(*arguments, "-n", 9000) - peak_memory(*arguments, "-n", 1000)) < 2**20
+
+
+@pytest.fixture(scope="session")
+def letters(small, tmp_path_factory):
+    """As windowed, for the small vocabulary."""
+    file, _ = random_net(window_net(100, vocab_size=V))
+    path = tmp_path_factory.mktemp("letters") / "letters.gguf"
+    path.write_bytes(file.plus(("llama.context_length", "u32", 4096)).data())
+    return path
+
+
+def message(i, n=40):
+    """Of about n tokens."""
+    rng = random.Random(i)
+    return "".join(rng.choice("bdfgjklmpqrsuvwxyz") for _ in range(n))
+
+
+LONG = [*map(message, range(15))]
+TALKS = {
+    "regen": [*LONG, "/regen", "/regen", "b"],
+    "undo": [*LONG, "/undo", "b", "/undo", "/undo", "c", "/undo", "/regen"],
+    "far": [*LONG, *["/undo"] * 9, "b"],  # to where the ring has forgotten all
+    "again": [*LONG, "/undo", "/undo", "b", "/undo", "/undo", "/undo", "c"],  # forgotten before the first of these
+    "by and by": [*LONG, *["/undo", "/undo", "b"] * 6],
+    "short": [message(0), *"abcdefg", *LONG, *["/undo", "/undo", "/undo", "x"] * 3, message(3, 100)],
+}
+
+
+def talk_in(small, letters, folder, chunk):
+    """A Chat whose ring has the window and that chunk to hold."""
+    (folder / str(chunk)).mkdir(exist_ok=True)
+    chat = Chat(small, folder / str(chunk), "plain")
+    chat.arguments = small.arguments(letters, *chat.flags, "--chunk", chunk)
+    return chat
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_chat_in_a_ring(small, letters, tmp_path, name):
+    """Turns are taken back beyond what a ring of 256 remembers; a chunk of 4,096 makes no ring."""
+    talks = [talk_in(small, letters, tmp_path, chunk)(*TALKS[name])[0] for chunk in (4096, 4)]
+    whole, ring = ([answer["ids"] for answer in talk] for talk in talks)
+    assert ring == whole
+    if name == "far":
+        least, most = (talk[-1]["prompt_tokens"] for talk in talks)
+        assert most > 200 > 10 > least  # what was forgotten is run again
+
+
+def test_session_of_a_ring(small, letters, tmp_path):
+    """A conversation goes on from its file as if it had not been saved, whether or not the ring has wrapped; and with
+    turns taken back behind what was saved."""
+    for n in (1, 2, 5, 6, 7, 15):
+        lines, rest = [*map(message, range(n)), "/undo", "a"], ["b", *["/undo"] * 5, "c"]
+        whole, ring = (talk_in(small, letters, tmp_path, chunk) for chunk in (4096, 4))
+        path = tmp_path / f"{n}.chat"
+        want = whole.texts(*lines, *rest, session=tmp_path / f"{n}.whole")
+        assert ring.texts(*lines, session=path) + ring.texts(*rest, session=path) == want, n
+
+
+@pytest.mark.parametrize("places", [1, 2, 5])
+def test_batch_in_rings(small, letters, tmp_path, places):
+    """Prompts that share beginnings of all lengths, longer and shorter ones in turn: what a place takes over from
+    another, or from its own past, must still be there."""
+    text = "".join(map(message, range(15)))
+    lengths = [600, 460, 400, 330, 590, 500, 250, 420, 390, 600, 300]
+    (tmp_path / "prompts").write_text("".join(f"{text[:n]}{'abc'[i % 3]}\n" for i, n in enumerate(lengths)))
+    arguments = small.arguments(letters, "-m", "batch", "-f", tmp_path / "prompts", "-t", 0, "-n", 12, "-c", 1000)
+    said = [output(*arguments, *flags) for flags in [("-b", 1, "--chunk", 4096), ("-b", places, "--chunk", 4)]]
+    whole, ring = ([json.loads(line)["text"] for line in lines.splitlines()] for lines in said)
+    assert len(whole) == len(lengths) and ring == whole
+
+
+# ---- RoPE, stretched from the command line ----
+
+HOWS = ["linear", "ntk", "yarn"]
+each_how = pytest.mark.parametrize("how", HOWS)
+#                    the context to be stretched: the file's, or that before its own stretching
+STRETCHED = dict(plain=128, freqs=128, yarn=32, linear=32, qwen3_window=32)
+
+
+@pytest.fixture(scope="session")
+def stretched_case(net_case, tmp_path_factory):
+    """stretched_case(name): a NetCase whose net says what the context was before any stretching."""
+    folder = tmp_path_factory.mktemp("plain")
+
+    @functools.cache
+    def make(name):
+        if name == "plain":
+            case = random_case(folder, Net("llama", "F32", 64, 96, 2, 1, 32), N_TOKENS)
+        else:
+            case = float_net_case(net_case, name)
+        return case._replace(net=case.net._replace(n_ctx=STRETCHED[name]))
+
+    return make
+
+
+def wrongly_stretched(net):
+    yield net._replace(factor=net.factor * 1.05)
+    yield from (net._replace(scaling=how) for how in ["", *HOWS] if how != net.scaling)
+    if net.scaling == "yarn":
+        yield net._replace(n_ctx=2 * net.n_ctx)
+    if net.freqs:
+        yield net._replace(freqs=False)
+
+
+@each_how
+@pytest.mark.parametrize("name", STRETCHED)
+@pytest.mark.parametrize("factor", [2.0, 7.5])
+def test_stretched_rope_equals_oracle(engine, stretched_case, name, how, factor):
+    """Divisors stay, and the file's own scaling does not. The wrong ways to do it are all far outside."""
+    path, net, stored, tokens = stretched_case(name)
+    net = net._replace(scaling=how, factor=factor)
+    got, want = engine().logits(path, tokens, stretch=(how, factor)), gguf_oracle(net, stored, tokens)
+    assert error(got, want) < F32_TOLERANCE
+    for wrong in wrongly_stretched(net):
+        if name == "qwen3_window" and wrong.n_ctx != net.n_ctx:
+            continue  # with heads of 6 it changes little
+        off = error(gguf_oracle(wrong, stored, tokens), want)
+        assert off > 30 * F32_TOLERANCE, (wrong, off)
+
+
+@each_how
+@pytest.mark.parametrize("name", ["plain", "freqs"])
+def test_stretching_by_one_changes_nothing(engine, stretched_case, name, how):
+    path, _, _, tokens = stretched_case(name)
+    assert same(engine().logits(path, tokens, stretch=(how, 1.0)), engine().logits(path, tokens))
+
+
+def test_ntk_leaves_the_only_pair_alone(engine, case):
+    """Heads of 2: the fastest pair is the only one, and base^(2 / 0) is no number."""
+    path, _, _, tokens = case("pairs", 0)
+    assert same(engine().logits(path, tokens, stretch=("ntk", 4.0)), engine().logits(path, tokens))
+
+
+@each_how
+def test_stretching_from_the_command_line(engine, tmp_path, how):
+    """In the context of 512 that it makes, 200 tokens are said, of which none stretched otherwise says all."""
+    path = endless(tmp_path, Net("llama", "F32", 64, 96, 2, 1, 32))
+    flags = "-i", "abcd", "-t", 0, "-n", 200
+    with engine().session(path, n_ctx=256, stretch=(how, 4.0)) as forward:
+        want = greedy_ids(forward, ABCD, 200)
+    assert json_ids(path, *flags, "--rope-scaling", how, "--rope-factor", 4) == want
+    assert json_ids(path, *flags, "-c", 256) != want
+    stats = run(path, *flags, "--draft", path, "--stats", "--rope-scaling", how, "--rope-factor", 4).stderr.decode()
+    made, right = map(int, re.search(r"(\d+) of (\d+) drafts accepted", stats).groups())
+    assert made == right > 100  # the draft is stretched as well
+
+
+WORDS_OF = dict(linear="stretched linearly", ntk="stretched NTK-aware", yarn="stretched by YaRN")
+
+
+@each_how
+@pytest.mark.parametrize("name", ["plain", "freqs", "yarn", "linear"])
+def test_info_of_a_stretched_context(stretched_case, name, how):
+    path, net, _, _ = stretched_case(name)
+    for factor, n_ctx in [(2, 2 * net.n_ctx), (2.5, 5 * net.n_ctx // 2), (1000, 1000 * net.n_ctx)]:
+        shown = output(path, "-m", "info", "--rope-scaling", how, "--rope-factor", factor).decode()
+        assert re.search(rf"RoPE base\s+{net.base:g}, {WORDS_OF[how]} by {factor} from {net.n_ctx}\n", shown), shown
+        assert re.search(rf"trained context\s+{n_ctx}\n", shown)
+        assert f"for a context of {min(n_ctx, 4096)}\n" in re.sub(r" \(a ring.*\)", "", shown)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--rope-scaling", "ntk"], ["--rope-scaling", "--rope-factor"]),
+        (["--rope-factor", 2], ["--rope-scaling", "--rope-factor"]),
+        (["--rope-scaling", "llama3", "--rope-factor", 2], ["--rope-scaling", "linear", "ntk", "yarn", "'llama3'"]),
+        (["--rope-scaling", "", "--rope-factor", 2], ["--rope-scaling"]),
+        *((["--rope-scaling", "ntk", "--rope-factor", f], ["--rope-factor", f]) for f in "0.99 0 -2 nan x".split()),
+        (["--on-full", "drop"], ["--on-full", "stop", "slide", "'drop'"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["generate", "chat", "info", "perplexity"])
+def test_bad_ways_to_stretch(tmp_path, mode, flags, words):
+    """Seen before anything is loaded."""
+    refused(2, tmp_path / "no.model", "-m", mode, *flags, naming=words)
+
+
+def test_session_of_another_stretch(chat, small):
+    """Keys turned by other angles are of no use: a conversation is refused, or goes on as if always stretched."""
+    stretch = "--rope-scaling", "linear", "--rope-factor", "4"
+    want = chat("the cat", "is in", flags=stretch)[0]
+    first = chat("the cat", session=chat.folder / "file")[0]
+    arguments = *chat.arguments, "--json", "--session", chat.folder / "file", *stretch
+    result = run(*arguments, text=b"/undo\nthe cat\nis in\n")
+    assert first[0]["ids"] != want[0]["ids"]
+    if result.returncode == 0:
+        assert [json.loads(line)["ids"] for line in result.stdout.splitlines()] == [answer["ids"] for answer in want]
+    else:
+        assert b"another" in result.stderr
+
+
+# ---- a full context that slides ----
+
+
+@pytest.fixture(scope="session")
+def sliding(small, windowed):
+    """sliding(name): (arguments of a model, its file, the ids of its prompt)"""
+    prompt = small.random(), "-z", small.tokenizer, "-i", "cat"
+    return dict(
+        begin=((*prompt[:3],), prompt[0], [BOS]),
+        prompt=(prompt, prompt[0], SMALL.encode(b"cat")),
+        ring=((windowed, "-i", "abcd", "--chunk", 4), windowed, ABCD),
+    ).__getitem__
+
+
+@pytest.mark.parametrize(
+    "name, n_ctx",
+    [(name, n) for name, contexts in dict(begin=(1, 2, 3, 8, 17, 64), prompt=(3, 8, 17, 64), ring=(17, 400)).items()
+     for n in contexts],  # fmt: skip
+)
+def test_sliding_equals_the_rule(engine, sliding, name, n_ctx):
+    """Several slides; what is said before the first is what --on-full stop says."""
+    arguments, path, ids = sliding(name)
+    n = 5 * n_ctx if n_ctx > 8 else 30
+    with engine().session(path, n_ctx=n_ctx, max_rows=n_ctx) as forward:
+        want = greedy_ids(forward, ids, n, n_ctx)
+    assert EOS not in want
+    steps = n + (0 if name == "ring" else len(ids) - 1)  # llama2.c's files count the prompt
+    flags = *arguments, "-c", n_ctx, "-t", 0, "-n", steps
+    assert json_ids(*flags, "--on-full", "slide") == want
+    room = n_ctx - len(ids) + 1
+    assert json_ids(*flags) == json_ids(*flags, "--on-full", "stop") == want[:room]
+    text = output(*flags, "--on-full", "slide")
+    assert text.startswith(output(*flags)[:-1].rstrip("\ufffd".encode())) and len(text) > len(output(*flags))
+
+
+@pytest.mark.parametrize("name, n_ctx", [("begin", 1), ("prompt", 17), ("prompt", 50), ("ring", 300)])
+def test_sliding_however_it_is_computed(sliding, small, name, n_ctx):
+    arguments, path, _ = sliding(name)
+    flags = *arguments, "-c", n_ctx, "-t", 1.5, "-s", 11, "-n", 700, "--on-full", "slide"
+    want = json_ids(*flags)
+    assert len(want) > n_ctx + 100
+    for other in [("-j", 1), ("-j", 3), ("--chunk", 1), ("--chunk", 5), ("--lookup", 5), ("--draft", path)]:
+        assert json_ids(*flags, *other) == want, other
+
+
+def test_sliding_takes_no_more_memory(tmp_path):
+    """9,000 tokens more would take 35 MiB in a cache that grew. (The model in the box ends its story too soon.)"""
+    path = endless(tmp_path, window_net(0, n_kv_heads=4, head_dim=64))
+    flags = path, "-i", "abcd", "-c", 128, "-t", 0, "--on-full", "slide"
+    assert len(json_ids(*flags, "-n", 12000)) == 12000
+    assert abs(peak_memory(*flags, "-n", 12000) - peak_memory(*flags, "-n", 3000)) < 2**20
+    stats = [run(*flags, "--stats", "-n", n).stderr.decode() for n in (3000, 12000)]
+    short, long = (int(re.search(r"peak memory\s+(\d+) MiB", said).group(1)) for said in stats)
+    assert abs(long - short) <= 1
