@@ -1488,6 +1488,13 @@ static uint32_t *cache_values(const Session *s, int seq, int layer, int kv_head)
     return cache_keys(s, seq, layer, kv_head) + (size_t)s->n_slots * key_words(&s->model->config, s->kv_type);
 }
 
+// A row takes the slot of its position, and in a ring that of an older one. A sequence begins anew at position 0, and has
+// lost nothing yet.
+static void cache_claim(Session *s, const Row *row) {
+    int *lost = &s->lost[row->seq];
+    *lost = row->pos ? max_int(*lost, row->pos + 1 - s->n_slots) : 0;
+}
+
 // Whether the cache still holds what a row at `pos` may see, where all positions before it have been computed.
 static bool cache_reaches(const Session *s, int seq, int pos) {
     return s->lost[seq] <= 0 || pos - s->model->config.sliding_window + 1 >= s->lost[seq];
@@ -1877,7 +1884,7 @@ static void classify(Session *s) {
     matmul(s->logits, s->vocab_stride, &s->in, s->n_wanted, &m->output);
 }
 
-// Which rows want logits, and which neighbours are one span: same sequence, ascending positions.
+// Which rows want logits, and which neighbours are one span: same sequence, ascending positions. Each claims its slot.
 static void plan_rows(Session *s, const Row *rows, int n) {
     s->n_wanted = s->n_spans = 0;
     s->in.strip = n == 1 ? 1 : STRIP;
@@ -1887,8 +1894,7 @@ static void plan_rows(Session *s, const Row *rows, int n) {
         assert(rows[r].pos >= 0 && rows[r].pos < s->n_ctx && rows[r].seq >= 0 && rows[r].seq < s->n_seqs);
         assert(!rows[r].want_logits || s->n_wanted < s->max_logits);
         if (rows[r].want_logits) s->wanted[s->n_wanted++] = r;
-        int *lost = &s->lost[rows[r].seq]; // who begins anew has lost nothing
-        *lost = rows[r].pos ? max_int(*lost, rows[r].pos + 1 - s->n_slots) : 0;
+        cache_claim(s, &rows[r]);
         Span *last = s->n_spans ? &s->spans[s->n_spans - 1] : NULL;
         bool joins = last && last->count < s->span_rows && rows[r].seq == rows[last->first].seq &&
                      rows[r].pos == rows[last->first].pos + last->count;
@@ -4644,8 +4650,8 @@ static void line_free(Line *l) {
 //              the distribution; keeping the random numbers as well keeps every token.)
 //
 // Because a logit does not depend on what else is computed with it, no sequence can tell whether it is alone. That is
-// CONTINUOUS BATCHING (Yu et al. 2022, Orca): sequences come and go between steps, readers beside decoders, and none
-// waits for another.
+// CONTINUOUS BATCHING (Yu et al. 2022, Orca): sequences come and go between steps, readers beside decoders, and no
+// decoder waits for a reader.
 //
 // When the context is full a sequence ends, or SLIDES: the first tokens, on which attention leans (Xiao et al. 2024,
 // attention sinks), and the newest half are kept, and computed again at their new positions.
@@ -4653,10 +4659,10 @@ static void line_free(Line *l) {
 enum { MAX_DRAFT = 64, SINKS = 4, LATENCIES = 1024 };
 
 typedef struct {
-    double start, prefilled, first, last; // when the prompt began to run, had run, when the first and last token came
+    double start, prefilled, first, last; // when it began, when the prompt was read, when the first and last token came
     double latency[LATENCIES];            // seconds from token to token: entry i mod LATENCIES, for i < n
     int n;
-    int n_prompt, n_steps, n_drafted, n_accepted; // tokens of the prompt that were run; steps that made tokens; drafts
+    int n_prompt, n_made, n_steps, n_drafted, n_accepted; // tokens read, and made; steps that made some; drafts
 } Timing;
 
 // How likely a token was: by the logits, and as the sampler saw it, behind temperature, top-k, min-p and top-p.
@@ -4807,19 +4813,27 @@ static void sequence_keep_prompt(Sequence *q, const char *text, size_t len) {
     for (int i = 0; i <= q->n_top; i++) score_append(q, (Score){i ? -1 : q->ids.id[0], NAN, NAN});
 }
 
+// The token that follows the first n.
+static int sequence_pick(const Engine *e, Sequence *q, const float *logits, int n) {
+    int id = sampler_pick(q->sampler, logits, q->ids.id, n);
+    if (id < 0)
+        die("%s: the logits at position %d are not finite numbers: the weights are broken", e->model->path, n - 1);
+    return id;
+}
+
 // Score the token of the prompt at `pos` by the logits of the row before it.
-static void sequence_score_prompt(Sequence *q, float *logits, int pos) {
+static void sequence_score_prompt(const Engine *e, Sequence *q, float *logits, int pos) {
     uint64_t rng = q->sampler->rng;
-    sampler_pick(q->sampler, logits, q->ids.id, pos); // for what it would sample from
+    sequence_pick(e, q, logits, pos); // for what it would sample from
     q->sampler->rng = rng;
     sequence_score(q, logits, q->ids.id[pos]);
 }
 
 // --- drafts
 
-// Drafts from the context: where the newest tokens have stood before, what followed them there may follow again. The
-// longest match counts, the newest among equals. Returns how many there are, at most n. Ref: Saxena 2023, prompt lookup
-// decoding.
+// Drafts from the context: where the newest tokens have stood before, what followed them there may follow again (and,
+// behind the end of the text, what follows in the draft itself). The longest match counts, the newest among equals.
+// Returns n, or 0 where there is none. Ref: Saxena 2023, prompt lookup decoding.
 static int draft_from_context(const Ids *ids, int n, int *draft) {
     enum { SHORTEST = 2, LONGEST = 16 };
     int longest = SHORTEST - 1, at = ids->len;
@@ -4828,8 +4842,8 @@ static int draft_from_context(const Ids *ids, int n, int *draft) {
         while (len < LONGEST && len < t && ids->id[t - 1 - len] == ids->id[ids->len - 1 - len]) len++;
         if (len > longest) longest = len, at = t;
     }
-    n = min_int(n, ids->len - at);
-    for (int i = 0; i < n; i++) draft[i] = ids->id[at + i];
+    if (at == ids->len) return 0;
+    for (int i = 0; i < n; i++) draft[i] = at + i < ids->len ? ids->id[at + i] : draft[at + i - ids->len];
     return n;
 }
 
@@ -4841,15 +4855,18 @@ static int common_prefix(const Session *s, int seq, const Ids *cached, int n_cac
     return cache_reaches(s, seq, common) ? common : 0;
 }
 
-// Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits.
-static void prefill(Session *s, const int *ids, int n, int pos, int seq) {
+// Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits. Returns false
+// where Ctrl-C came first.
+static bool prefill(Session *s, const int *ids, int n, int pos, int seq) {
     Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
-    for (int done = 0, count; done < n; done += count) {
+    int done = 0;
+    for (int count; done < n && !interrupted; done += count) {
         count = min_int(n - done, s->max_rows);
         for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
         forward(s, rows, count);
     }
     free(rows);
+    return done == n;
 }
 
 // Drafts from a small model, which samples as the large one will and with the same random numbers: the more its
@@ -4857,8 +4874,8 @@ static void prefill(Session *s, const int *ids, int n, int pos, int seq) {
 static int draft_from_model(Draft *d, const Sequence *q, int n, int *draft) {
     int common = common_prefix(d->session, 0, &d->cached, d->cached.len, &q->ids);
     d->cached.len = common;
+    if (!prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0)) return 0;
     for (int i = common; i < q->ids.len; i++) ids_append(&d->cached, q->ids.id[i]);
-    prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0);
     d->sampler->rng = q->sampler->rng;
     for (int i = 0; i < n; i++) {
         int id = sampler_pick(d->sampler, d->session->logits, d->cached.id, d->cached.len);
@@ -4907,10 +4924,7 @@ static int sequence_plan(Engine *e, Sequence *q, Row *rows, int room) {
 
 // Sample the next token and take it in. logits: [vocab]
 static void sequence_sample(const Engine *e, Sequence *q, float *logits) {
-    int id = sampler_pick(q->sampler, logits, q->ids.id, q->ids.len);
-    if (id < 0)
-        die("%s: the logits at position %d are not finite numbers: the weights are broken", e->model->path,
-            q->ids.len - 1);
+    int id = sequence_pick(e, q, logits, q->ids.len);
     q->n_made++;
     if (!q->ignores_eos && tokenizer_stops(e->tokenizer, id)) {
         sequence_finish(q, FINISH_STOP);
@@ -4926,17 +4940,16 @@ static void sequence_sample(const Engine *e, Sequence *q, float *logits) {
     } else if (q->n_made == q->max_new) sequence_finish(q, FINISH_LENGTH);
 }
 
-// The tokens that a step has made arrived together: each gets its share of the time.
+// The tokens that a step has made arrived together: each gets its share of the time. Those of the first step were not
+// waited for one by one.
 static void sequence_time(Sequence *q, int made) {
     Timing *t = &q->timing;
     double now = seconds();
-    if (made == q->n_made) {
-        t->first = now;
-        t->last = t->prefilled;
-        made--;
-    }
-    for (int i = 0; i < made; i++) t->latency[t->n++ % LATENCIES] = (now - t->last) / made;
+    if (made == q->n_made) t->first = now;
+    else
+        for (int i = 0; i < made; i++) t->latency[t->n++ % LATENCIES] = (now - t->last) / made;
     t->last = now;
+    t->n_made += made;
     t->n_steps++;
 }
 
@@ -4946,7 +4959,7 @@ static void sequence_advance(const Engine *e, Sequence *q) {
     float *logits = e->session->logits + (size_t)q->first_logits * stride;
     int n = q->n_rows - q->n_draft, made = q->n_made;
     for (int i = 1; i <= n && q->echo && q->n_top >= 0 && q->n_cached + i < q->n_prompt; i++, logits += stride)
-        sequence_score_prompt(q, logits, q->n_cached + i);
+        sequence_score_prompt(e, q, logits, q->n_cached + i);
     q->n_cached += n;
     if (!made) q->timing.n_prompt += n;
     if (!made && q->streams) show_progress("reading the prompt, tokens", q->n_cached, q->ids.len, q->timing.start);
@@ -4963,8 +4976,8 @@ static void sequence_advance(const Engine *e, Sequence *q) {
     if (q->n_made > made) sequence_time(q, q->n_made - made);
 }
 
-// Take n sequences a step further, with one forward: those that decode first, then as much of the prompts as there is
-// room for.
+// Take n sequences a step further, with one forward: those that decode, then as much of the prompts as there is room for,
+// in their order.
 static void step(Engine *e, Sequence *const *all, int n) {
     Session *s = e->session;
     int n_rows = 0, n_logits = 0;
@@ -4991,6 +5004,7 @@ static void step(Engine *e, Sequence *const *all, int n) {
 static void sequence_run(Engine *e, Sequence *q) {
     q->timing.start = seconds();
     while (!q->done && !interrupted) step(e, &q, 1);
+    if (!q->timing.prefilled) q->timing.prefilled = seconds(); // as far as it got
     if (!q->done) sequence_finish(q, FINISH_INTERRUPTED);
 }
 
@@ -5186,7 +5200,7 @@ static void sequence_begin(const Options *o, const Engine *e, Sequence *q, int n
     q->max_new = room;
     if (wanted) q->max_new = max_int(0, min_int(room, wanted - (e->model->counts_prompt ? n - 1 : 0)));
     q->n_prompt = n;
-    q->n_top = o->logprobs;
+    q->n_top = min_int(o->logprobs, e->model->config.vocab_size);
     q->echo = o->echo;
     q->ignores_eos = o->ignore_eos;
     q->decoder.after_bos = n == 1 && q->ids.id[0] == e->tokenizer->bos;
@@ -5235,7 +5249,7 @@ static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
         fprintf(stderr, "inter-token      median %.2f ms, p99 %.2f ms\n", median * 1e3, p99 * 1e3);
         if (e->n_draft)
             fprintf(stderr, "speculation      %.2f tokens per step, %d of %d drafts accepted\n",
-                    (t->n + 1.0) / t->n_steps, t->n_accepted, t->n_drafted);
+                    (double)t->n_made / t->n_steps, t->n_accepted, t->n_drafted);
         else fprintf(stderr, "weights read     %.1f GB/s\n", (double)model_bytes_per_token(e->model) / median / 1e9);
     }
     print_cache_memory(e->session);
@@ -5291,25 +5305,26 @@ static void json_scores(Text *out, const Tokenizer *t, const Sequence *q) {
     text_format(out, "]");
 }
 
-// What has become of a sequence: the members of an object, and its end. `ids`: what the list of token ids is called.
-static void json_sequence(Text *out, const Options *o, const Engine *e, const Sequence *q, const char *ids,
+// What has become of a sequence: the members of an object, and its end. In a batch, where "id" is something else, the ids
+// are its "tokens", and what is the same for all is left out.
+static void json_sequence(Text *out, const Options *o, const Engine *e, const Sequence *q, bool in_batch,
                           uint64_t seed) {
     static const char *const reasons[] = {"stop", "length", "interrupt"};
     const Timing *t = &q->timing;
     text_format(out, "\"text\": ");
     json_string(out, q->text.data, q->text.len);
-    text_format(out, ", \"%s\": [", ids);
+    text_format(out, ", \"%s\": [", in_batch ? "tokens" : "ids");
     for (int i = 0; i < q->kept.len; i++) text_format(out, i ? ", %d" : "%d", q->kept.id[i]);
     text_format(out, "], \"finish_reason\": \"%s\"", reasons[q->finish]);
     if (q->n_top >= 0) json_scores(out, e->tokenizer, q);
     if (o->stats) {
-        text_format(out,
-                    ", \"seed\": %llu, \"threads\": %d, \"load_seconds\": %.4f, \"prompt_tokens\": %d, "
-                    "\"prefill_seconds\": %.6f",
-                    (unsigned long long)seed, e->n_threads, e->load_seconds, t->n_prompt, t->prefilled - t->start);
+        text_format(out, ", \"seed\": %llu, \"prompt_tokens\": %d, \"prefill_seconds\": %.6f", (unsigned long long)seed,
+                    t->n_prompt, t->prefilled - t->start);
         if (t->first > 0) text_format(out, ", \"first_token_seconds\": %.6f", t->first - t->start);
-        text_format(out, ", \"decoded_tokens\": %d, \"decode_seconds\": %.6f, \"peak_memory_mib\": %.1f", t->n,
-                    t->last - t->first, peak_memory_mib());
+        text_format(out, ", \"decoded_tokens\": %d, \"decode_seconds\": %.6f", t->n, t->last - t->first);
+        if (!in_batch)
+            text_format(out, ", \"threads\": %d, \"load_seconds\": %.4f, \"peak_memory_mib\": %.1f", e->n_threads,
+                        e->load_seconds, peak_memory_mib());
         if (e->n_draft)
             text_format(out, ", \"steps\": %d, \"drafted_tokens\": %d, \"accepted_tokens\": %d", t->n_steps,
                         t->n_drafted, t->n_accepted);
@@ -5321,7 +5336,7 @@ static void json_sequence(Text *out, const Options *o, const Engine *e, const Se
 static void print_json(const Options *o, const Engine *e, const Sequence *q, uint64_t seed) {
     Text line = {0};
     text_append(&line, "{", 1);
-    json_sequence(&line, o, e, q, "ids", seed);
+    json_sequence(&line, o, e, q, false, seed);
     write_out(line.data, line.len);
     free(line.data);
 }
@@ -5680,7 +5695,7 @@ static void chat_answer(Chat *c) {
     q.n_cached = common_prefix(e->session, 0, &c->cached, c->cached.len, &q.ids);
     int room = e->slides ? INT_MAX : n_ctx - q.ids.len, wanted = max_int(0, o->n_tokens);
     q.max_new = wanted ? min_int(wanted, room) : room;
-    q.n_top = o->logprobs;
+    q.n_top = min_int(o->logprobs, e->model->config.vocab_size);
     q.ignores_eos = o->ignore_eos;
     interrupted = 0;
     catch_interrupt();
@@ -5741,25 +5756,25 @@ static size_t saved_value_words(const Session *s, int n) {
     return pad((size_t)n, 2) * value_words(&s->model->config, s->kv_type);
 }
 
-static bool chat_save(Chat *c, const char *path) {
+static bool chat_save(const Chat *c, const char *path) {
     const Session *s = c->engine->session;
     const Config *config = &s->model->config;
-    if (s->lost[0] > 0) c->cached.len = 0; // the beginning: it will be computed again
+    int n_cached = s->lost[0] > 0 ? 0 : c->cached.len; // a ring that has lost the beginning is not worth it
     Text t = {0};
     text_append(&t, "run.chat", 8);
     uint64_t header[] = {SESSION_VERSION, model_fingerprint(s->model), (uint64_t)s->kv_type, (uint64_t)c->n_messages,
-                         (uint64_t)c->cached.len};
+                         (uint64_t)n_cached};
     text_append(&t, header, sizeof header);
     for (int i = 0; i < c->n_messages; i++) {
         uint64_t head[] = {(uint64_t)c->messages[i].role, c->messages[i].len};
         text_append(&t, head, sizeof head);
         text_append(&t, c->messages[i].text, c->messages[i].len);
     }
-    text_append(&t, c->cached.id, (size_t)c->cached.len * sizeof *c->cached.id);
+    text_append(&t, c->cached.id, (size_t)n_cached * sizeof *c->cached.id);
     for (int l = 0; l < config->n_layers; l++)
         for (int h = 0; h < config->n_kv_heads; h++) {
-            text_append(&t, cache_keys(s, 0, l, h), saved_key_words(s, c->cached.len) * 4);
-            text_append(&t, cache_values(s, 0, l, h), saved_value_words(s, c->cached.len) * 4);
+            text_append(&t, cache_keys(s, 0, l, h), saved_key_words(s, n_cached) * 4);
+            text_append(&t, cache_values(s, 0, l, h), saved_value_words(s, n_cached) * 4);
         }
     uint64_t sum = fnv64(FNV_START, t.data, t.len);
     text_append(&t, &sum, sizeof sum);
@@ -5924,14 +5939,18 @@ static int mode_chat(const Options *o) {
 
 // A cursor over a line. The first thing that is wrong sticks, and ends it.
 typedef struct {
-    const char *at, *end;
+    const char *begin, *at, *end;
     char wrong[160];
+    int where; // the character, from 1
 } Json;
 
 __attribute__((format(printf, 2, 3))) static bool json_wrong(Json *j, const char *format, ...) {
     va_list args;
     va_start(args, format);
-    if (!j->wrong[0]) vsnprintf(j->wrong, sizeof j->wrong, format, args);
+    if (!j->wrong[0]) {
+        vsnprintf(j->wrong, sizeof j->wrong, format, args);
+        j->where = (int)(j->at - j->begin) + 1;
+    }
     va_end(args);
     j->at = j->end;
     return false;
@@ -6071,9 +6090,13 @@ typedef struct {
     bool own_stops, has_prompt;
 } Request;
 
-static void request_free(Request *r) {
+static void request_free_stops(Request *r) {
     for (int i = 0; i < r->n_stops && r->own_stops; i++) free((char *)r->stops[i]);
     if (r->own_stops) free(r->stops);
+}
+
+static void request_free(Request *r) {
+    request_free_stops(r);
     free(r->prompt.data);
     free(r->id.data);
 }
@@ -6096,11 +6119,10 @@ static bool request_add_stop(Json *j, Request *r) {
 
 // "stop": a string or a list of strings, in place of those of --stop.
 static bool request_read_stops(Json *j, Request *r) {
-    if (!r->own_stops) {
-        r->stops = NULL;
-        r->n_stops = 0;
-        r->own_stops = true;
-    }
+    request_free_stops(r);
+    r->stops = NULL;
+    r->n_stops = 0;
+    r->own_stops = true;
     if (!json_is(j, "[")) return request_add_stop(j, r);
     if (json_is(j, "]")) return true;
     do
@@ -6114,12 +6136,12 @@ static bool request_read_id(Json *j, Request *r) {
     Text unused = {0};
     char number[64];
     json_is(j, ""); // skips space
-    const char *begin = j->at;
-    bool string = json_is(j, "\"");
-    j->at = begin;
-    bool good = string ? json_read_string(j, &unused) : json_read_number(j, number, sizeof number);
+    const char *begin = j->at, first = begin < j->end ? *begin : 0;
+    if (first != '"' && first != '-' && !isdigit((unsigned char)first))
+        return json_wrong(j, "expected a string or a number");
+    bool good = first == '"' ? json_read_string(j, &unused) : json_read_number(j, number, sizeof number);
     free(unused.data);
-    if (!good) return json_wrong(j, "expected a string or a number");
+    if (!good) return false;
     r->id.len = 0;
     text_append(&r->id, begin, (size_t)(j->at - begin));
     return true;
@@ -6150,25 +6172,30 @@ static bool request_read_member(Json *j, Request *r, const char *name) {
 
 // An object that is a request. Returns false and says in `wrong` why it is none.
 static bool request_parse(Request *r, const char *line, size_t n, Text *wrong) {
-    Json j = {line, line + n, ""};
+    Json j = {line, line, line + n, "", 0};
     Text name = {0};
-    bool good = json_expect(&j, "{");
+    for (int len; j.at < j.end && (len = utf8_scan(j.at, (size_t)(j.end - j.at))) > 0;) j.at += len;
+    bool good = j.at == j.end || json_wrong(&j, "expected UTF-8");
+    if (good) j.at = line;
+    good = good && json_expect(&j, "{");
     if (good && !json_is(&j, "}")) {
         do {
             name.len = 0;
             good = json_read_string(&j, &name) && json_expect(&j, ":");
+            if (memchr(name.data ? name.data : "", 0, name.len))
+                good = json_wrong(&j, "a name with a zero byte is not known here");
             text_append(&name, "", 1); // ends it
             if (good && !request_read_member(&j, r, name.data)) {
                 text_format(wrong, "\"%.80s\": ", name.data);
                 good = false;
             }
         } while (good && json_is(&j, ","));
-        good = good && json_expect(&j, "}");
+        good = good && (json_is(&j, "}") || json_wrong(&j, "expected , or }"));
     }
     json_is(&j, ""); // skips space
     if (good && j.at < j.end) good = json_wrong(&j, "something follows the object");
     if (good && !r->has_prompt) good = json_wrong(&j, "expected a \"prompt\"");
-    if (!good) text_append(wrong, j.wrong, strlen(j.wrong));
+    if (!good) text_format(wrong, "%s (character %d)", j.wrong, j.where);
     free(name.data);
     return good;
 }
@@ -6197,19 +6224,21 @@ typedef struct {
     Engine *engine;
     const Options *options;
     uint64_t seed;
-    const char *name; // of the input
-    Text text;        // the input
-    size_t at;        // how far it has been read,
-    int line;         // and which line that is
-    bool json;        // it is JSON Lines
-    bool *known;      // [lines + 1]   an earlier run has the result of this line
+    const char *name;   // of the input
+    const char *output; // NULL: standard output
+    Text text;          // the input
+    size_t at;          // how far it has been read,
+    int line;           // and which line that is
+    bool json;          // it is JSON Lines
+    bool *known;        // [lines + 1]   an earlier run has the result of this line
     FILE *out;
     Place *places; // [n_places]
     int n_places;
     Result *results; // [n_results]  in the order of the input
     int n_results, results_cap, n_written;
     int n_total, n_done, n_wrong;
-    long long n_tokens, n_shared; // made; of prompts, taken over from others
+    long long n_tokens, n_shared;             // made; of prompts, taken over from others
+    long long n_steps, n_drafted, n_accepted; // of all sequences
     double start, shown;
 } Batch;
 
@@ -6218,6 +6247,7 @@ static void batch_complain(Batch *b, const char *wrong) {
     print_escaped(stderr, b->name);
     fprintf(stderr, ": line %d: ", b->line);
     print_escaped(stderr, wrong);
+    if (b->json && !b->n_wrong) fputs(" (the lines are read as JSON, since the first begins with {)", stderr);
     fputc('\n', stderr);
     b->n_wrong++;
 }
@@ -6299,7 +6329,7 @@ static bool batch_share(Batch *b, Place *p) {
     }
     if (coming >= cached + PANEL) return false;
     if (from >= 0) cache_copy(s, from, p->q.place, cached);
-    p->q.n_cached = cached;
+    p->q.n_cached = p->q.timing.n_prompt = cached;
     b->n_shared += cached;
     return true;
 }
@@ -6336,7 +6366,7 @@ static bool batch_admit(Batch *b, Place *p) {
 // Lines are written whole, so that a run that was ended by force leaves at most one in pieces.
 static void batch_write(Batch *b, Text *line) {
     if (fwrite(line->data, 1, line->len, b->out) != line->len || fflush(b->out))
-        die("%s: cannot write: %s", b->options->output ? b->options->output : "standard output", strerror(errno));
+        die("%s: cannot write: %s", b->output ? b->output : "standard output", strerror(errno));
     free(line->data);
     *line = (Text){0};
 }
@@ -6345,9 +6375,12 @@ static void batch_write(Batch *b, Text *line) {
 static void batch_finish(Batch *b, Place *p) {
     Result *result = &b->results[p->order];
     batch_head(&result->line, &p->request);
-    json_sequence(&result->line, b->options, b->engine, &p->q, "tokens", p->request.seed);
+    json_sequence(&result->line, b->options, b->engine, &p->q, true, p->request.seed);
     result->n_rows = result->n_prompt + max_int(0, p->q.n_made - 1);
     b->n_tokens += p->q.n_made;
+    b->n_steps += p->q.timing.n_steps;
+    b->n_drafted += p->q.timing.n_drafted;
+    b->n_accepted += p->q.timing.n_accepted;
     b->n_done++;
     p->busy = false;
     request_free(&p->request);
@@ -6377,39 +6410,49 @@ static void batch_rewind(Batch *b) {
     b->line = 0;
 }
 
+// The results of an earlier run, each of its lines to heads[number of the line of the input]. Returns how many bytes
+// these take: a partial line at the end does not count.
+static size_t batch_read_results(Batch *b, const Text *earlier, const char **heads, int n_lines) {
+    static const char begin[] = "{\"line\": ";
+    size_t at = 0, len = sizeof begin - 1;
+    for (int i = 1; at < earlier->len; i++) {
+        const char *line = earlier->data + at, *end = memchr(line, '\n', earlier->len - at);
+        size_t left = earlier->len - at;
+        bool ours = !memcmp(line, begin, left < len ? left : len);
+        if (ours && !end) break;
+        long number = ours && left > len ? strtol(line + len, NULL, 10) : 0; // ends at the end of the line at last
+        if (number < 1 || number > n_lines || heads[number])
+            die("%s: line %d: expected a result for a line of %s", b->output, i, b->name);
+        heads[number] = line;
+        at += (size_t)(end - line) + 1;
+    }
+    return at;
+}
+
 // --resume: what an earlier run has written counts, but for a line that was cut off. It must be of the same input.
 static void batch_resume(Batch *b, int n_lines) {
-    static const char begin[] = "{\"line\": ";
-    const char *path = b->options->output, *line;
-    size_t n, at = 0, len = sizeof begin - 1;
-    const char **heads = alloc((size_t)n_lines + 1, sizeof *heads, "lines"); // how the result of a line begins
+    const char *path = b->output, *line;
+    const char **heads = alloc((size_t)n_lines + 1, sizeof *heads, "lines"); // how the result of a line begins, or NULL
     Text earlier = read_text_file(path);
-    while (earlier.len && earlier.data[earlier.len - 1] != '\n') earlier.len--;
-    for (int i = 1; at < earlier.len; i++) {
-        line = earlier.data + at;
-        bool known = earlier.len - at > len && !memcmp(line, begin, len);
-        long number = known ? strtol(line + len, NULL, 10) : 0; // ends at the end of the line at last
-        if (number < 1 || number > n_lines || b->known[number])
-            die("%s: line %d: expected a result for a line of %s", path, i, b->name);
-        heads[number] = line;
-        b->known[number] = true;
-        b->n_done++;
-        at = (size_t)((char *)memchr(line, '\n', earlier.len - at) - earlier.data) + 1;
-    }
+    size_t n, whole = batch_read_results(b, &earlier, heads, n_lines);
     for (batch_rewind(b); batch_next_line(b, &line, &n);) {
+        const char *found = heads[b->line];
+        heads[b->line] = NULL;
+        if (!found) continue;
         Request r;
         Text head = {0}, wrong = {0};
-        const char *found = heads[b->line];
         bool good = batch_parse(b, &r, line, n, &wrong);
         batch_head(&head, &r);
-        if (found &&
-            (!good || (size_t)(earlier.data + earlier.len - found) < head.len || memcmp(found, head.data, head.len)))
+        if (!good || (size_t)(earlier.data + whole - found) < head.len || memcmp(found, head.data, head.len))
             die("%s: expected results of %s, but its line %d is another", path, b->name, b->line);
+        b->known[b->line] = true;
+        b->n_done++;
         request_free(&r);
         free(head.data);
-        free(wrong.data);
     }
-    if (truncate(path, (off_t)earlier.len)) die("%s: cannot cut off a partial line: %s", path, strerror(errno));
+    for (int i = 1; i <= n_lines; i++)
+        if (heads[i]) die("%s: expected results of %s, but its line %d is blank", path, b->name, i);
+    if (truncate(path, (off_t)whole)) die("%s: cannot cut off a partial line: %s", path, strerror(errno));
     free(earlier.data);
     free(heads);
 }
@@ -6419,22 +6462,27 @@ static bool same_file(const char *a, const char *b) {
     return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
-static void batch_open(Batch *b, const Options *o) {
-    if (o->output && o->file && same_file(o->output, o->file))
-        die_usage("--output: %s is the file with the prompts", o->output);
+// Read the input, and what an earlier run has written.
+static void batch_read(Batch *b, const Options *o) {
     const char *line, *suffix = o->file ? strrchr(o->file, '.') : NULL;
     size_t n;
     b->options = o;
+    b->output = o->output && strcmp(o->output, "-") ? o->output : NULL;
+    if (b->output && o->file && same_file(b->output, o->file))
+        die_usage("--output: %s is the file with the prompts", b->output);
+    if (o->resume && !b->output) die_usage("--resume: expected --output FILE, which an earlier run has begun");
+    if (!o->prompt && !o->file && !stdin_is_redirected())
+        die_usage("batch: expected prompts in --file or standard input, one a line");
     b->name = o->prompt ? "--prompt" : o->file && strcmp(o->file, "-") ? o->file : "standard input";
     b->text = read_prompt(o, true);
     for (batch_rewind(b); batch_next_line(b, &line, &n);)
-        if (b->n_total++ == 0) b->json = *line == '{' || (suffix && !strcmp(suffix, ".jsonl"));
+        if (b->n_total++ == 0) b->json = line[strspn(line, " \t")] == '{' || (suffix && !strcmp(suffix, ".jsonl"));
     int n_lines = b->line;
     b->known = alloc((size_t)n_lines + 1, sizeof *b->known, "lines");
-    if (o->resume && !access(o->output, F_OK)) batch_resume(b, n_lines);
+    if (o->resume && !access(b->output, F_OK)) batch_resume(b, n_lines);
+    if (b->n_done && !o->seed_given && o->temperature > 0)
+        fprintf(stderr, "run: note: without --seed the rest gets another seed than what is there\n");
     batch_rewind(b);
-    b->out = !o->output ? stdout : fopen(o->output, o->resume ? "ab" : "wb");
-    if (!b->out) die("%s: cannot open: %s", o->output, strerror(errno));
 }
 
 // What static batching would have spent: n sequences at a time, in step from the end of the shortest prompt on, each
@@ -6444,7 +6492,7 @@ static void batch_print_stats(const Batch *b) {
     const Engine *e = b->engine;
     long long useful = 0, all = 0;
     double took = seconds() - b->start;
-    for (int i = 0; i < b->n_results; i += b->n_places) {
+    for (int i = 0; i < b->n_results && !interrupted; i += b->n_places) {
         int n = min_int(b->n_places, b->n_results - i), longest = 0;
         for (int k = i; k < i + n; k++) {
             longest = max_int(longest, b->results[k].n_rows);
@@ -6456,9 +6504,14 @@ static void batch_print_stats(const Batch *b) {
             e->n_threads == 1 ? "" : "s");
     fprintf(stderr, "throughput       %.1f tokens/s made, %.1f rows/s, in %.2f s\n", (double)b->n_tokens / took,
             (double)e->n_rows / took, took);
-    fprintf(stderr, "rows             %lld computed by continuous batching, %lld shared\n", e->n_rows, b->n_shared);
-    fprintf(stderr, "static batching  %lld rows in batches of %d, of which %lld wasted (%.0f%%)\n", all, b->n_places,
-            all - useful, all ? 100.0 * (double)(all - useful) / (double)all : 0);
+    fprintf(stderr, "rows             %lld computed by continuous batching%s, %lld shared\n", e->n_rows,
+            e->n_draft ? " (drafts included)" : "", b->n_shared);
+    if (all)
+        fprintf(stderr, "static batching  %lld rows in batches of %d, of which %lld wasted (%.0f%%)\n", all,
+                b->n_places, all - useful, 100.0 * (double)(all - useful) / (double)all);
+    if (e->n_draft && b->n_steps)
+        fprintf(stderr, "speculation      %.2f tokens per step, %lld of %lld drafts accepted\n",
+                (double)b->n_tokens / (double)b->n_steps, b->n_accepted, b->n_drafted);
     print_cache_memory(e->session);
     fprintf(stderr, "peak memory      %.0f MiB\n", peak_memory_mib());
     fprintf(stderr, "seed             %llu\n", (unsigned long long)b->seed);
@@ -6473,7 +6526,10 @@ static void batch_run(Batch *b) {
             Place *p = &b->places[i];
             if (!p->busy && !batch_admit(b, p)) continue;
             if (p->waits) p->waits = !batch_share(b, p);
-            if (!p->waits) running[n++] = &p->q;
+            if (p->waits) continue;
+            int k = n++; // who came first reads first
+            for (; k > 0 && b->places[running[k - 1]->place].order > p->order; k--) running[k] = running[k - 1];
+            running[k] = &p->q;
         }
         if (n == 0) break;
         step(b->engine, running, n);
@@ -6485,15 +6541,15 @@ static void batch_run(Batch *b) {
 }
 
 static int mode_batch(const Options *o) {
-    if (o->resume && !o->output) die_usage("--resume: expected --output FILE, which an earlier run has begun");
     if (o->draft) die_usage("--draft: is not for a batch, whose rows are many already (--lookup is)");
-    if (!o->prompt && !o->file && !stdin_is_redirected())
-        die_usage("batch: expected prompts in --file or standard input, one a line");
     Engine e = {0};
+    Batch b = {.engine = &e, .seed = choose_seed(o), .out = stdout};
+    batch_read(&b, o);
     engine_load(&e, o, true);
-    Batch b = {.engine = &e, .seed = choose_seed(o), .n_places = o->batch};
+    b.n_places = max_int(1, min_int(o->batch, b.n_total - b.n_done));
     engine_open(&e, o, choose_context(o, &e.model->config), b.n_places);
-    batch_open(&b, o);
+    if (b.output && !(b.out = fopen(b.output, o->resume ? "ab" : "wb")))
+        die("%s: cannot open: %s", b.output, strerror(errno));
     b.places = alloc((size_t)b.n_places, sizeof *b.places, "batch");
     for (int i = 0; i < b.n_places; i++)
         b.places[i].q.sampler = sampler_open(choose_sampling(o), 0, e.model->config.vocab_size);
@@ -6501,7 +6557,7 @@ static int mode_batch(const Options *o) {
     b.start = b.shown = seconds();
     batch_run(&b);
     batch_progress(&b, true);
-    if (interrupted && o->output) fprintf(stderr, "run: interrupted: --resume goes on\n");
+    if (interrupted && b.output) fprintf(stderr, "run: interrupted: --resume goes on\n");
     if (o->stats) batch_print_stats(&b);
     for (int i = 0; i < b.n_places; i++) {
         if (b.places[i].busy) request_free(&b.places[i].request);
@@ -6509,7 +6565,7 @@ static int mode_batch(const Options *o) {
         sequence_free(&b.places[i].q);
     }
     for (int i = 0; i < b.n_results; i++) free(b.results[i].line.data);
-    if (o->output && fclose(b.out)) die("%s: cannot write: %s", o->output, strerror(errno));
+    if (b.output && fclose(b.out)) die("%s: cannot write: %s", b.output, strerror(errno));
     free(b.places);
     free(b.results);
     free(b.known);
@@ -6766,7 +6822,6 @@ static const Option options[] = {
      "generate, chat, tokenize, info, perplexity, batch or bench", "What to do"},
     {'i', "prompt", TEXT, AT(prompt), 0, 0, NULL, "TEXT", "the prompt, or the first message of a chat", NULL},
     {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input", NULL},
-    {'o', "output", TEXT, AT(output), 0, 0, NULL, "FILE", "batch: where the results go (standard output)", NULL},
     {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
      "new tokens at most; 0: until the context is full (256; chat 0)", NULL},
     {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated", NULL},
@@ -6775,17 +6830,6 @@ static const Option options[] = {
      "the tokenizer (the checkpoint's own, else tokenizer.bin)", NULL},
     {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token", NULL},
     {0, "special", FLAG, AT(special), 0, 0, NULL, NULL, "find special tokens such as <|im_start|> in the text", NULL},
-    {'b', "batch", INTEGER, AT(batch), 1, 4096, "16", "N", "sequences at once", "Batch"},
-    {0, "unordered", FLAG, AT(unordered), 0, 0, NULL, NULL, "results as they finish, not in the order of the input",
-     NULL},
-    {0, "resume", FLAG, AT(resume), 0, 0, NULL, NULL, "go on with the --output of an interrupted run", NULL},
-    {'y', "system", TEXT, AT(system), 0, 0, NULL, "TEXT", "the system prompt", "Chat"},
-    {0, "template", TEXT, AT(template), 0, 0, NULL, "NAME",
-     "plain, llama-2, llama-3, chatml, mistral or zephyr (the file's)", NULL},
-    {0, "session", TEXT, AT(session), 0, 0, NULL, "FILE",
-     "go on with the conversation in FILE; save it there at the end", NULL},
-    {0, "think", FLAG, AT(think), 0, 0, NULL, NULL, "Qwen 3 thinks before it answers (its default)", NULL},
-    {0, "no-think", FLAG, AT(no_think), 0, 0, NULL, NULL, "Qwen 3 answers at once", NULL},
     {'t', "temperature", REAL, AT(temperature), 0, 1e6, "1.0", "T", "0 takes the most likely token", "Sampling"},
     {'p', "top-p", REAL, AT(top_p), 0, 1, "0.9", "P", "sample from the nucleus of mass P; 0 or 1: off", NULL},
     {'k', "top-k", INTEGER, AT(top_k), 0, INT_MAX, "0", "K", "sample from the K most likely; 0: off", NULL},
@@ -6794,27 +6838,39 @@ static const Option options[] = {
      "above 1: make tokens of the text so far less likely", NULL},
     {'s', "seed", SEED, AT(seed), 0, 0, NULL, "N", "64-bit seed (from the clock; --stats shows it)", NULL},
     {'c', "context", INTEGER, AT(context), 1, 1 << 26, NULL, "N", "positions to keep (the model's, at most 4096)",
-     "Machine"},
-    {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
-     "threads (one for each physical core; one for tiny models)", NULL},
+     "Context"},
     {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32, f16 or q8 (f16, but f32 for f32 weights)", NULL},
+    {0, "on-full", TEXT, AT(on_full), 0, 0, "stop", "WHAT", "with a full context stop, or slide: drop the older half",
+     NULL},
+    {0, "rope-scaling", TEXT, AT(rope_scaling), 0, 0, NULL, "HOW",
+     "stretch the context: linear, ntk or yarn (as the file says)", NULL},
+    {0, "rope-factor", REAL, AT(rope_factor), 1, 1e4, NULL, "F", "by how much --rope-scaling stretches it", NULL},
+    {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
+     "threads (one for each physical core; one for tiny models)", "Speed"},
+    {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together", NULL},
     {0, "lookup", INTEGER, AT(lookup), 0, MAX_DRAFT, "0", "N",
      "guess N tokens ahead from the text so far: the same text, faster", NULL},
     {0, "draft", TEXT, AT(draft), 0, 0, NULL, "MODEL", "guess with a small model of the same vocabulary", NULL},
     {0, "draft-tokens", INTEGER, AT(n_draft), 1, MAX_DRAFT, "4", "N", "with --draft: guess N tokens ahead", NULL},
-    {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together", NULL},
-    {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "perplexity: tokens in a window (512)", NULL},
-    {0, "rope-scaling", TEXT, AT(rope_scaling), 0, 0, NULL, "HOW",
-     "stretch the context: linear, ntk or yarn (as the file says)", NULL},
-    {0, "rope-factor", REAL, AT(rope_factor), 1, 1e4, NULL, "F", "by this factor", NULL},
-    {0, "on-full", TEXT, AT(on_full), 0, 0, "stop", "WHAT", "with a full context stop, or slide: drop the older half",
+    {'y', "system", TEXT, AT(system), 0, 0, NULL, "TEXT", "the system prompt", "Chat"},
+    {0, "template", TEXT, AT(template), 0, 0, NULL, "NAME",
+     "plain, llama-2, llama-3, chatml, mistral or zephyr (the file's)", NULL},
+    {0, "session", TEXT, AT(session), 0, 0, NULL, "FILE",
+     "go on with the conversation in FILE; save it there at the end", NULL},
+    {0, "think", FLAG, AT(think), 0, 0, NULL, NULL, "Qwen 3 thinks before it answers (its default)", NULL},
+    {0, "no-think", FLAG, AT(no_think), 0, 0, NULL, NULL, "Qwen 3 answers at once", NULL},
+    {'b', "batch", INTEGER, AT(batch), 1, 4096, "16", "N", "sequences at once", "Batch"},
+    {'o', "output", TEXT, AT(output), 0, 0, NULL, "FILE", "where the results go (standard output)", NULL},
+    {0, "unordered", FLAG, AT(unordered), 0, 0, NULL, NULL, "results as they finish, not in the order of the input",
      NULL},
-    {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "perplexity: tokens from window to window (half)", NULL},
+    {0, "resume", FLAG, AT(resume), 0, 0, NULL, NULL, "go on with the --output of an interrupted run", NULL},
+    {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "tokens in a window (512)", "Perplexity"},
+    {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "tokens from window to window (half of it)", NULL},
+    {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "generate, chat, bench: results as JSON", "Output"},
     {0, "logprobs", INTEGER, AT(logprobs), 0, 1000, NULL, "N",
      "score each token and the N likeliest (with --json, in a batch)", NULL},
-    {0, "echo", FLAG, AT(echo), 0, 0, NULL, NULL, "the prompt, too (with --json, in a batch)", NULL},
-    {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error", "Output"},
-    {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "generate, chat, bench: results as JSON", NULL},
+    {0, "echo", FLAG, AT(echo), 0, 0, NULL, NULL, "show and score the prompt, too (with --json, in a batch)", NULL},
+    {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error", NULL},
     {'h', "help", FLAG, AT(help), 0, 0, NULL, NULL, "this text", NULL},
     {0, "man", FLAG, AT(man), 0, 0, NULL, NULL, "the manual page: run --man | man -l -", NULL},
     {0, "version", FLAG, AT(version), 0, 0, NULL, NULL, "the version", NULL},
@@ -7013,6 +7069,7 @@ static void check_options(const Options *o) {
     if (o->draft && o->lookup) die_usage("--draft and --lookup: expected one of the two, got both");
     if ((o->output || o->resume || o->unordered) && strcmp(o->mode, "batch"))
         die_usage("--output, --resume and --unordered: are for -m batch, got -m %s", o->mode);
+    if (o->echo && !strcmp(o->mode, "chat")) die_usage("--echo: is for generate --json and batch");
     if (o->logprobs >= 0 && !o->json && strcmp(o->mode, "batch"))
         die_usage("--logprobs: expected --json with it, where they can be printed");
     if (o->rope_factor && !o->rope_scaling) die_usage("--rope-factor: expected --rope-scaling with it");

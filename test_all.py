@@ -56,7 +56,7 @@ f32, f64, i32, u8 = np.float32, np.float64, np.int32, np.uint8
 def everything_is_built():  # no test may have a parameter of this name, for it would be in its place
     with open(ROOT / "Makefile") as lock:  # one make at a time, whatever the number of test processes
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run(["make", "-s", "run", "debug", "library"], cwd=ROOT, check=True)
+        subprocess.run(["make", "-s", "run", "plain", "debug", "library"], cwd=ROOT, check=True)
 
 
 def run(*arguments, text=None, program="run", timeout=60, **options):
@@ -5855,7 +5855,7 @@ def test_help_and_manual_page():
     assert len(names) >= 30 and {"json", "man", "session", "template"} <= set(names)
     for name in names:
         assert re.search(rf"^\.B .*--{name}( |$)", page.replace("\\-", "-"), re.M), name
-    assert len(shown.splitlines()) <= 54  # a screen of 36 lines and a half
+    assert len(shown.splitlines()) <= 60  # a screen of 40 lines and a half
     assert max(map(len, shown.splitlines())) <= 100
     if shutil.which("groff"):
         rendering = subprocess.run(["groff", "-man", "-Tutf8", "-ww"], input=page.encode(), capture_output=True)
@@ -6409,3 +6409,981 @@ def test_sliding_takes_no_more_memory(tmp_path):
     stats = [run(*flags, "--stats", "-n", n).stderr.decode() for n in (3000, 12000)]
     short, long = (int(re.search(r"peak memory\s+(\d+) MiB", said).group(1)) for said in stats)
     assert abs(long - short) <= 1
+
+
+# ---- batch: the same lines as single runs ----
+
+FLAG_OF = dict(max_tokens="-n", temperature="-t", top_p="-p", top_k="-k", min_p="--min-p", seed="-s",
+               repeat_penalty="--repeat-penalty", stop="--stop")  # fmt: skip
+
+
+def single_run(arguments, request, number):
+    """The line of a batch for a request, from a process of its own. arguments: the model and flags for all."""
+    flags = []
+    for name, flag in FLAG_OF.items():
+        value = request.get(name)
+        for each in value if isinstance(value, list) else [] if value is None else [value]:
+            flags += [flag, each]
+    said = output(*arguments, "-i", request["prompt"], *flags, "--json")
+    head = b'{"line": %d, "id": %s, ' % (number, json.dumps(request.get("id", number)).encode())
+    return head + said[1:].replace(b', "ids": [', b', "tokens": [', 1)
+
+
+def single_runs(arguments, requests):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(single_run, [arguments] * len(requests), requests, range(1, len(requests) + 1)))
+
+
+def jsonl(requests):
+    return "".join(json.dumps(request) + "\n" for request in requests).encode()
+
+
+def batch(*arguments, code=0, **options):
+    """(the lines written, standard error) of a batch."""
+    result = run(*arguments, "-m", "batch", **options)
+    message = result.stderr.decode()
+    assert result.returncode == code, message
+    return result.stdout.splitlines(True), message
+
+
+def needs_same_lines(got, wanted):
+    for a, b in zip(got, wanted):
+        assert a == b
+    assert len(got) == len(wanted)
+
+
+def random_prompts(encode, n):
+    """Texts of 1 to 400 tokens. A third of them begin alike."""
+    words, rng, prompts = (ROOT / "testdata" / "stories.txt").read_text().split(), random.Random(1), ["", "Once"]
+    while len(prompts) < n:
+        begin = words[: rng.randrange(120)] if rng.random() < 0.3 else []
+        text = " ".join(begin + [rng.choice(words + ["\n", "日本", "😀"]) for _ in range(int(300 ** rng.random()))])
+        if len(encode(text.encode())) <= 400:
+            prompts.append(text)
+    longest = max(prompts, key=lambda text: len(encode(text.encode())))
+    while len(encode(longest.encode())) < 400:
+        longest += " a"
+    prompts[n // 2] = longest
+    return prompts
+
+
+def random_requests(encode, n):
+    rng, requests = random.Random(2), []
+    for i, prompt in enumerate(random_prompts(encode, n)):
+        choices = dict(
+            max_tokens=[1, 2, 7, 20, 40, 60], temperature=[0, 0.5, 1, 1.5], top_p=[0, 0.5, 0.95], top_k=[1, 5, 40],
+            min_p=[0.02, 0.2], repeat_penalty=[1.1, 1.5], stop=["he", [".", " a"], ["\n"], []], seed=[0, i, 2**63 + i],
+            id=[f"a{i}", i, -1.5, "é😀"],
+        )  # fmt: skip
+        rarely = dict(top_k=0.2, min_p=0.2, repeat_penalty=0.2, stop=0.3)
+        chosen = {name: rng.choice(of) for name, of in choices.items() if rng.random() < rarely.get(name, 0.7)}
+        requests.append(dict(prompt=prompt) | chosen)
+    requests[n // 3]["max_tokens"] = 0  # until the context is full
+    return requests
+
+
+COMMON = [STORIES, "-n", 24, "-s", 7]
+
+
+class Asked(NamedTuple):
+    requests: list
+    lengths: list  # of their prompts, in tokens
+    file: Path
+    lines: list  # what each says alone
+
+
+@pytest.fixture(scope="session")
+def stories_encode(library):
+    return library.tokenizer(STORIES).encode
+
+
+@pytest.fixture(scope="session")
+def asked(stories_encode, tmp_path_factory):
+    requests = random_requests(stories_encode, 200)
+    lengths = [len(stories_encode(request["prompt"].encode())) for request in requests]
+    assert min(lengths) == 1 and max(lengths) == 400
+    file = tmp_path_factory.mktemp("batch") / "requests.jsonl"
+    file.write_bytes(jsonl(requests))
+    return Asked(requests, lengths, file, single_runs([*COMMON, "--logprobs", 2], requests))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["-b", 1], ["-b", 3], ["-b", 16], ["-b", 200, "-j", 1], ["-b", 16, "-j", 3], ["-b", 16, "--chunk", 7],
+     ["-b", 5, "--chunk", 1], ["-b", 1, "--lookup", 3], ["-b", 16, "--lookup", 64, "--chunk", 20]],
+    ids=str,
+)  # fmt: skip
+def test_batch_equals_single_runs(asked, flags):
+    lines, message = batch(*COMMON, "-f", asked.file, "--logprobs", 2, *flags)
+    needs_same_lines(lines, asked.lines)
+    assert re.search(r"^200 of 200 done, \d+ tokens", message, re.M)
+
+
+@pytest.mark.parametrize("flags", [["--kv", "q8"], ["--kv", "f32", "--echo", "--logprobs", 1], ["--echo"],
+                                   ["--no-bos", "--logprobs", 0], ["--stop", "the", "--top-k", 30],
+                                   ["--rope-scaling", "ntk", "--rope-factor", 2]], ids=str)  # fmt: skip
+def test_batch_with_flags_equals_single_runs(asked, flags):
+    requests = [request for request in asked.requests[::5] if request["prompt"]]
+    if "--stop" in flags:  # which does not count for a request that has its own
+        requests = [{name: value for name, value in request.items() if name != "stop"} for request in requests]
+    lines = single_runs([*COMMON, *flags], requests)
+    for more in (["-b", 1], ["-b", 4, "--chunk", 33], ["-b", 16, "--lookup", 3]):
+        needs_same_lines(batch(*COMMON, *flags, *more, text=jsonl(requests))[0], lines)
+
+
+@pytest.mark.parametrize("n_ctx", [2, 5, 16, 33])
+@pytest.mark.parametrize("flags", [[], ["--lookup", 3], ["--chunk", 3]], ids=str)
+def test_slide(engine, small, n_ctx, flags):
+    """A full context keeps its first tokens, 4 or a quarter of it, and the newest half, which moves down to them."""
+    c, tensors = read_checkpoint(small.random())
+    tensors["output"] = tensors["output"] * (np.arange(V) >= 3)[:, None]  # it never stops
+    model, text = small.folder / "endless", "" if n_ctx == 2 else "a"
+    write_checkpoint(model, 1, c, tensors)
+    prompt = SMALL.encode(text.encode())
+    ids, made = list(prompt), []
+    while len(made) < 80:
+        if len(ids) > n_ctx:
+            ids = ids[: min(4, n_ctx // 4)] + ids[-max(1, n_ctx // 2) :]
+        ids.append(int(engine().logits(model, np.array(ids, i32))[-1].argmax()))
+        made.append(ids[-1])
+    arguments = small.arguments(model, "-i", text, "-t", 0, "-n", 80 + len(prompt) - 1, "-c", n_ctx, "--json", *flags)
+    assert json.loads(output(*arguments, "--on-full", "slide"))["ids"] == made
+    short = json.loads(output(*arguments))["ids"]
+    assert short == made[: n_ctx - len(prompt) + 1]
+
+
+def test_batch_slides_like_single_runs(asked):
+    """Contexts fill up, some of them several times, while others do not."""
+    requests = [request for request, n in zip(asked.requests, asked.lengths) if n <= 64][:40]
+    flags = [*COMMON, "-c", 64, "--on-full", "slide", "--logprobs", 1]
+    for i, request in enumerate(requests):
+        request = requests[i] = {k: v for k, v in request.items() if k != "stop"}
+        request["max_tokens"] = [20, 100, 200][i % 3]
+    lines = single_runs(flags, requests)
+    assert max(len(json.loads(line)["tokens"]) for line in lines) == 200
+    for more in (["-b", 1], ["-b", 5, "--chunk", 9], ["-b", 16, "--lookup", 4]):
+        needs_same_lines(batch(*flags, *more, text=jsonl(requests))[0], lines)
+
+
+def test_batch_of_a_llama2c_checkpoint(small):
+    """There -n and max_tokens count the prompt."""
+    rng = random.Random(3)
+    requests = [
+        dict(prompt="the cat is in the hat"[: rng.randrange(22)], max_tokens=rng.randrange(70), seed=i)
+        for i in range(40)
+    ]
+    for flags in ([], ["-t", 0], ["--echo", "--logprobs", 3]):
+        arguments = small.arguments(small.random(), *flags)
+        lines = single_runs(arguments, requests)
+        assert len({len(json.loads(line)["tokens"]) for line in lines}) > 10
+        for b in (1, 7):
+            needs_same_lines(batch(*arguments, "-b", b, text=jsonl(requests))[0], lines)
+
+
+def test_batch_with_a_sliding_window(tmp_path):
+    """The cache is a ring, which forgets what other prompts could have shared."""
+    file, _ = random_net(Net("llama", "F32", 32, 48, 4, 2, 8, window=100, n_layers=2))
+    (tmp_path / "ring.gguf").write_bytes(file.data())
+    rng = random.Random(4)
+    whole = "".join(rng.choice("abcdefg hij") for _ in range(500))
+    prompts = [whole[: rng.choice([30, 120, 300, 500])] + f"{i}"[-1] for i in range(24)]
+    requests = [dict(prompt=prompt, max_tokens=60, seed=i) for i, prompt in enumerate(prompts)]
+    flags = [tmp_path / "ring.gguf", "-c", 600, "--chunk", 32, "--logprobs", 1]
+    lines = single_runs(flags, requests)
+    for more in (["-b", 1], ["-b", 4], ["-b", 4, "--lookup", 5]):
+        needs_same_lines(batch(*flags, *more, text=jsonl(requests))[0], lines)
+    slides = [*flags[:2], 300, "--on-full", "slide", *flags[3:]]
+    requests = [request | dict(prompt=request["prompt"][-200:], max_tokens=350) for request in requests[:6]]
+    lines = single_runs(slides, requests)
+    for more in (["-b", 2], ["-b", 4, "--lookup", 5]):
+        needs_same_lines(batch(*slides, *more, text=jsonl(requests))[0], lines)
+
+
+def test_a_prompt_a_line(asked, tmp_path):
+    prompts = [request["prompt"] for request in asked.requests[:60]]
+    prompts = [prompt for prompt in prompts if prompt.strip() and "\n" not in prompt] + [" leading", "trailing ", '"{"']
+    flags = [*COMMON, "-t", "0.8", "-n", 12]
+    lines = single_runs(flags, [dict(prompt=prompt) for prompt in prompts])
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    needs_same_lines(batch(*flags, "-f", tmp_path / "prompts.txt")[0], lines)
+    needs_same_lines(batch(*flags, "-f", "-", text="\n".join(prompts).encode())[0], lines)
+    needs_same_lines(batch(*flags, text="\r\n".join(prompts).encode())[0], lines)
+    needs_same_lines(batch(*flags, "-i", "\n".join(prompts))[0], lines)
+    written, _ = batch(*flags, "-f", tmp_path / "prompts.txt", "-o", tmp_path / "out.jsonl")
+    assert not written
+    needs_same_lines((tmp_path / "out.jsonl").read_bytes().splitlines(True), lines)
+
+
+@pytest.mark.parametrize("build", ["build/plain", "build/debug"])
+def test_batch_on_other_builds(asked, build):
+    lines, _ = batch(*COMMON, "--logprobs", 2, "-b", 5, program=build, text=jsonl(asked.requests[:30]))
+    needs_same_lines(lines, asked.lines[:30])
+
+
+# ---- batch: lines in, lines out ----
+
+
+def texts(lines):
+    return {(result := json.loads(line))["line"]: result["text"] for line in lines}
+
+
+def echo_model(small):
+    """With --echo it says what the prompt is, and nothing more."""
+    return small.arguments(small.table("silent", chain(lambda piece: SPECIAL[EOS]), seq_len=4096), "-t", 0, "--echo")
+
+
+def test_order(small):
+    """The second and the third are done before the first, and the fourth is as long as it."""
+    requests = [dict(prompt="a", max_tokens=n) for n in [50, 5, 9, 50]]
+    flags = small.arguments(small.alphabet, "-b", 2)
+    ordered, _ = batch(*flags, text=jsonl(requests))
+    unordered, _ = batch(*flags, "--unordered", text=jsonl(requests))
+    one_by_one, _ = batch(*flags, "--unordered", "-b", 1, text=jsonl(requests))
+    assert list(texts(ordered)) == list(texts(one_by_one)) == [1, 2, 3, 4]
+    assert list(texts(unordered)) == [2, 3, 1, 4]
+    assert sorted(ordered) == sorted(unordered) == sorted(one_by_one)
+
+
+def test_members_of_a_result(small):
+    text = jsonl([dict(prompt="a", max_tokens=5)])
+    (line,), _ = batch(*small.arguments(small.alphabet, "-t", 0), text=text)
+    ids = ", ".join(str(PIECES.index(b"%c" % c)) for c in b"bcde")
+    assert line == b'{"line": 1, "id": 1, "text": "bcde", "tokens": [%s], "finish_reason": "length"}\n' % ids.encode()
+    (line,), _ = batch(*small.arguments(small.alphabet, "-t", 0, "--stats", "--stop", "c"), text=text)
+    result = json.loads(line)
+    assert (result["text"], result["finish_reason"]) == ("b", "stop")
+    assert result["prompt_tokens"] == len(SMALL.encode(b"a")) and result["decoded_tokens"] == 1
+    assert all(0 <= value < 1e5 for name, value in result.items() if name.endswith("_seconds"))
+
+
+@pytest.mark.parametrize(
+    "id",
+    ["1", "-2.50e+3", "1e999", "0", '""', '"a b"', '"é 日 😀"', '"\\u00e9\\n\\"\\/\\ud83d"', '"%s"' % ("x" * 10**6)],
+    ids=lambda id: id[:20],
+)
+def test_ids_are_given_back_as_they_are(small, id):
+    (line,), _ = batch(*small.arguments(small.alphabet), text=('{"id" : %s , "prompt":"a"}' % id).encode())
+    assert line.startswith(('{"line": 1, "id": %s, "text": "' % id).encode())
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_lines(small, end, bom):
+    """Blank ones count, and say nothing."""
+    for wrap in (lambda text: text, lambda text: b'{"prompt": "%s"}' % text):
+        lines = [b"", wrap(b"one"), b" \t ", b"", wrap(b"two"), wrap(b"three")]
+        for last in (end, b"", end + end):
+            results = [json.loads(line) for line in batch(*echo_model(small), text=bom + end.join(lines) + last)[0]]
+            assert [(r["line"], r["id"], r["text"]) for r in results] == [(2, 2, "one"), (5, 5, "two"), (6, 6, "three")]
+    for nothing in (b"", end, b" " + end + end):
+        lines, message = batch(*echo_model(small), text=bom + nothing)
+        assert not lines and message.startswith("0 of 0 done")
+
+
+def test_space_between_the_tokens_of_json(small):
+    text = b' {\t"prompt" :\r "a" , "stop" : [ "x" , "y" ] , "seed" : 1 , "id" : "b"\t} \n'
+    assert texts(batch(*echo_model(small), "-f", "-", text=b'{"prompt": "one"}\n' + text)[0]) == {1: "one", 2: "a"}
+
+
+def test_the_first_line_says_whether_it_is_json(small):
+    for text in (b'{"prompt": "a"}', b'\n\n{"prompt": "a"}', b' {"prompt": "a"}', b'\t{"prompt": "a"}'):
+        assert list(texts(batch(*echo_model(small), text=text)[0]).values()) == ["a"]
+    text = b'"a"\n{"prompt": "b"}\n'
+    assert texts(batch(*echo_model(small), text=text)[0]) == {1: '"a"', 2: '{"prompt": "b"}'}
+
+
+def test_files_of_json_by_name(small, tmp_path):
+    """.jsonl is JSON, whatever stands in it."""
+    (tmp_path / "a.jsonl").write_bytes(b'nonsense\n{"prompt": "a"}\n')
+    (tmp_path / "a.txt").write_bytes(b'nonsense\n{"prompt": "a"}\n')
+    lines, message = batch(*echo_model(small), "-f", tmp_path / "a.jsonl", code=1)
+    assert texts(lines) == {2: "a"} and "a.jsonl: line 1: " in message
+    assert texts(batch(*echo_model(small), "-f", tmp_path / "a.txt")[0]) == {1: "nonsense", 2: '{"prompt": "a"}'}
+
+
+@pytest.mark.parametrize(
+    "raw, text",
+    [
+        (r'"\u00e9\u65e5\ud83d\ude00\uD83D\uDE00"', "é日😀😀"),
+        (r'"\"\\\/\b\f\n\r\t"', '"\\/\b\f\n\r\t'),
+        (r'"a\u0000b"', "a\0b"),
+        (r'"\ud83d"', "\ufffd"),
+        (r'"\ude00\ud83dx"', "\ufffd\ufffdx"),
+        (r'"\ud83d\ud83d\ude00"', "\ufffd😀"),
+        (r'"\ud83d\n"', "\ufffd\n"),
+        ('"é日😀 \x7f"', "é日😀 \x7f"),
+        ('""', ""),
+        ('"%s"' % ("ab " * 1000), "ab " * 1000),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_strings_of_json(small, raw, text):
+    lines, _ = batch(*echo_model(small), text=b'{"prompt": %s}' % raw.encode())
+    assert texts(lines) == {1: text}
+
+
+@settings(max_examples=20, deadline=None)
+@given(prompts=st.lists(st.text(max_size=40), min_size=1, max_size=30), ascii=st.booleans())
+def test_any_string_of_json(small, prompts, ascii):
+    text = "".join(json.dumps(dict(prompt=prompt), ensure_ascii=ascii) + "\n" for prompt in prompts)
+    lines, _ = batch(*echo_model(small), text=text.encode())
+    assert texts(lines) == dict(enumerate(prompts, 1))
+
+
+def test_what_is_missing_is_as_the_options_say(small):
+    """null is missing, too; a list of no stop strings is one."""
+    names = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "seed", "stop", "id"]
+    flags = small.arguments(small.noise, "-n", 30, "-s", 9, "-t", 2, "-p", "0.8", "-k", 50, "--stop", "c")
+    requests = [dict(prompt="the cat"), dict(prompt="the cat") | dict.fromkeys(names), dict(prompt="the cat", stop=[])]
+    lines, _ = batch(*flags, text=jsonl(requests))
+    assert lines[0] == single_run(flags, requests[0], 1)
+    assert lines[1].replace(b'{"line": 2, "id": 2', b'{"line": 1, "id": 1') == lines[0]
+    assert lines[2] == single_run(flags[:-2], requests[2], 3) and texts(lines)[3] != texts(lines)[1]
+    assert batch(*flags, text=jsonl(requests[:1] * 2))[0][1].endswith(lines[0][len('{"line": 1, "id": 1') :])
+
+
+def test_of_equal_names_the_last_one_counts(small):
+    flags = small.arguments(small.alphabet, "-t", 0, "-n", 20)
+    line = b'{"prompt": "x", "max_tokens": 9, "stop": "d", "prompt": "a", "max_tokens": 12, "stop": ["h", "j"]}\n'
+    assert texts(batch(*flags, text=line)[0]) == {1: "bcdefg"}
+
+
+def test_every_request_without_a_seed_gets_the_one_of_the_options(small):
+    flags = small.arguments(small.noise)
+    text = jsonl([dict(prompt="a"), dict(prompt="a", seed=3)])
+    first, second = batch(*flags, text=text)[0], batch(*flags, text=text)[0]  # from the clock
+    assert first[0] != second[0] and first[1] == second[1]
+    seed = re.search(r"^seed +(\d+)", batch(*flags, "--stats", text=text)[1], re.M)[1]
+    assert first[1] == batch(*flags, "-s", seed, text=text)[0][1]
+
+
+# ---- batch: lines that make no sense ----
+
+WHOLE = ["-1", "1.5", "1e3", '"7"', "01", "+1", "true", "[1]", "-0", "99999999999999999999", "1" * 70, ""]
+NUMBER = ["-0.1", '"hot"', "true", "NaN", "Infinity", "[]", ".5", "1.", "1e", "--1", "1e300", ""]
+BAD_MEMBERS = {
+    "prompt": ["1", "[]", '["a"]', "true", "{}", "a", ""],
+    "id": ["[1]", "{}", "true", "01", ""],
+    "stop": ["5", '""', '[""]', '["a", 1]', '["a"', '["a",]', '"a\\u0000b"', "{}"],
+    "seed": ["18446744073709551616", *WHOLE],
+    "max_tokens": ["2147483648", *WHOLE],
+    "top_k": ["2147483648", *WHOLE],
+    "temperature": ["1000001", *NUMBER],
+    "top_p": ["1.0001", *NUMBER],
+    "min_p": ["1.0001", *NUMBER],
+    "repeat_penalty": ["0", "1000001", *NUMBER],
+    "tempreature": ["1"],
+    "Prompt": ['"a"'],
+    "": ["1"],
+}
+BAD_LINES = [
+    "{", "}", "[]", '"a"', "a", "1", "null", "{}", '{"id": 1}', '{"prompt": null}', '{"prompt": "a"', '{"prompt": "a"} x',
+    '{"prompt": "a"}{"prompt": "b"}', '{"prompt": "a",}', '{"prompt": "a" "id": 1}', '{"prompt" "a"}', '{prompt: "a"}',
+    "{'prompt': 'a'}", '{,"prompt": "a"}', '[{"prompt": "a"}]', '{"prompt": "a', '{"prompt": "a\\"}', '{"prompt": "\t"}',
+    '{"prompt": "a\x01"}', '{"prompt": "\\q"}', '{"prompt": "\\u12"}', '{"prompt": "\\u12g4"}', '{"prompt": "a"}\0',
+    '{"prompt": "\\ud83d\\u12"}', '{"prompt": "a", "id": 1', '{"prompt": "a", "seed": 1 2}',
+    '{"prompt": "a", "stop": nullx}', '{"prompt": "a", "top_p": 0x1}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["run", "build/debug"])
+def test_bad_lines(small, tmp_path, program):
+    """Each is reported with its number, in order; the results of the others are as if the lines were blank."""
+    bad = [(line, []) for line in BAD_LINES]
+    for name, values in BAD_MEMBERS.items():
+        rest = "" if name.lower() == "prompt" else ', "prompt": "a"'
+        bad += [('{"%s": %s%s}' % (name, value, rest), [f'"{name}"']) for value in values]
+    bad.append((json.dumps(dict(prompt="the " * 70)), [64, len(SMALL.encode(b"the " * 70))]))
+    bad.append((json.dumps(dict(prompt="q" * 63)), [64, 65]))  # and 62 fit
+    good, lines, blank, wanted = iter(range(10**6)), [], [], {}
+    for line, words in bad:
+        if random.Random(line).random() < 0.5:
+            lines.append(json.dumps(dict(prompt="the cat"[: next(good) % 8], seed=next(good))))
+            blank.append(lines[-1])
+        lines.append(line)
+        blank.append("")
+        lines.append(json.dumps(dict(prompt="q" * 62)) if "qqq" in line else "")
+        blank.append(lines[-1])
+        wanted[len(lines) - 1] = words
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl").write_text("\n".join(blank))
+    flags = small.arguments(small.noise, "-n", 20, "-b", 4, "-s", 1)
+    results, message = batch(*flags, "-f", tmp_path / "a.jsonl", code=1, program=program, env=SANITIZERS)
+    needs_same_lines(results, batch(*flags, "-f", tmp_path / "b.jsonl")[0])
+    said = re.findall(r"^run: (.*): line (\d+): (.+)$", message, re.M)
+    assert [int(number) for _, number, _ in said] == list(wanted)
+    for file, number, why in said:
+        assert file == str(tmp_path / "a.jsonl")
+        assert all(str(word) in why for word in wanted[int(number)]), (lines[int(number) - 1], why)
+    last = f"{len(results)} of {sum(map(bool, lines))} done"
+    assert len(said) + 1 == message.count("\n") and message.splitlines()[-1].startswith(last), message
+
+
+def test_names_with_a_null_byte_are_other_names(small):
+    text = b'{"prompt\\u0000": "a"}\n{"prompt": "a", "id\\u0000s": 5}\n'
+    lines, message = batch(*small.arguments(small.alphabet), text=text, code=1)
+    assert not lines and message.count("is not known here") == 2
+
+
+def test_results_are_utf8(small):
+    """Whatever the requests are."""
+    text = b'{"prompt": "\xff\xe6\x97", "stop": "\xed\xa0\x80"}\n{"id": "a\xff\xe6\x97", "prompt": "a"}\n'
+    result = run(*small.arguments(small.alphabet, "-m", "batch", "--echo"), text=text)
+    assert result.returncode in (0, 1)
+    for line in result.stdout.splitlines():
+        json.loads(line.decode())
+
+
+def test_no_prompt_and_no_bos(small):
+    text = jsonl([dict(prompt=""), dict(prompt="a")])
+    lines, message = batch(*small.arguments(small.alphabet, "--no-bos"), text=text, code=1)
+    assert list(texts(lines)) == [2] and "standard input: line 1: " in message and "BOS" in message
+
+
+def test_bad_lines_are_reported_on_one_line_each(small):
+    """Whatever bytes they have."""
+    text = b'{"a\\u001b[2J\xff\\n": 1, "prompt": "a"}\n{"prompt": "a", "%s": 1}\n' % ("é" * 100).encode()
+    _, message = batch(*small.arguments(small.alphabet), text=text, code=1)
+    assert message.count("\n") == 3 and "\x1b" not in message
+    assert len(re.findall(r"^run: standard input: line \d: ", message, re.M)) == 2
+
+
+SOUND = jsonl([
+    dict(prompt="a b", max_tokens=9, temperature=0.5, top_p=0.5, top_k=3, min_p=0.1, repeat_penalty=1.2, seed=5, id="é",
+         stop=["x", "y\n"]),
+    dict(prompt="\ud83d\ude00\\", stop="q", id=1),
+]).splitlines()  # fmt: skip
+DAMAGE = [b"", b'"', b"\\", b"\\u", b"\\ud800", b"{", b"}", b"[", b"]", b",", b":", b"null", b"1e9", b"1" * 70, b"-",
+          b"\0", b"\xff", b"\xed\xa0\x80", b" ", b"\n"]  # fmt: skip
+
+
+@st.composite
+def damaged_lines(draw):
+    line = bytearray(draw(st.sampled_from(SOUND)))
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(line)))
+        n = draw(st.integers(0, 6))
+        line[at : at + n] = draw(st.sampled_from(DAMAGE))
+    return bytes(line)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lines=st.lists(damaged_lines() | st.binary(max_size=50), min_size=1, max_size=40), json_first=st.booleans())
+def test_hostile_lines(small, lines, json_first):
+    text = b"\n".join([SOUND[0]] * json_first + lines)
+    flags = small.arguments(small.alphabet, "-n", 12, "-j", 1, "-b", 3, "--echo", "-m", "batch")
+    result = run(*flags, text=text, program="build/debug", env=SANITIZERS)
+    assert result.returncode in (0, 1) and b"Sanitizer" not in result.stderr and b"runtime error" not in result.stderr
+    done = [json.loads(line.decode()) for line in result.stdout.splitlines()]
+    bad = result.stderr.count(b"run: standard input: line ")
+    assert (result.returncode == 1) == (bad > 0)
+    assert len(done) + bad == sum(bool(line.strip(b" \t\r\f\v")) for line in text.split(b"\n"))
+
+
+def test_sanitizers_find_nothing_in_a_batch(small, tmp_path):
+    """Leaks included."""
+    requests = [dict(prompt="the cat is in the hat"[: 3 * i], seed=i, stop=["zz"], id=str(i)) for i in range(8)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(requests) + b"{\n")
+    (tmp_path / "out").write_bytes(b"")
+    model, env = small.random(), dict(UBSAN_OPTIONS="halt_on_error=1")
+    for flags in (["--stats"], ["--logprobs", 3, "--echo", "--chunk", 5], ["--lookup", 3, "--unordered"],
+                  ["--kv", "q8", "--on-full", "slide", "-n", 150], ["-o", tmp_path / "out", "--resume"]) * 2:  # fmt: skip
+        arguments = small.arguments(model, "-m", "batch", "-f", tmp_path / "a.jsonl", "-b", 3, *flags)
+        result = run(*arguments, program="build/debug", env=env)
+        assert result.returncode == 1 and b"Sanitizer" not in result.stderr, result.stderr
+    for flags in (["--lookup", 3], ["--draft", small.noise], ["--draft", model, "--logprobs", 2, "--json", "--echo"]):
+        result = run(*small.arguments(model, "-n", 60, "-i", "the cat", *flags), program="build/debug", env=env)
+        assert result.returncode == 0 and b"Sanitizer" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--resume", "-i", "a"], ["--resume", "--output"]),
+        (["-b", 0, "-i", "a"], ["--batch", "'0'"]),
+        (["-b", 5000, "-i", "a"], ["--batch", 4096]),
+        (["--draft", "MODEL", "-i", "a"], ["--draft", "batch"]),
+        (["--draft", "MODEL", "--lookup", 3, "-i", "a"], ["--draft", "--lookup"]),
+        (["-m", "generate", "-o", "x"], ["--output", "batch", "generate"]),
+        (["-m", "chat", "--unordered"], ["--unordered", "batch", "chat"]),
+        (["-m", "perplexity", "--resume", "-i", "a"], ["--resume", "batch"]),
+        (["-i", "a", "-f", "b"], ["--prompt", "--file"]),
+        (["--logprobs", -1, "-i", "a"], ["--logprobs"]),
+        (["--lookup", 65, "-i", "a"], ["--lookup", 64]),
+        (["--on-full", "jump", "-i", "a"], ["--on-full", "slide", "'jump'"]),
+        (["-m", "generate", "--logprobs", 2, "-i", "a"], ["--logprobs", "--json"]),
+        ([], ["batch", "--file"]),
+    ],
+    ids=str,
+)
+def test_bad_usage_of_a_batch(small, flags, words):
+    flags = [small.alphabet if flag == "MODEL" else flag for flag in flags]
+    refused(2, *small.arguments(small.alphabet, *([] if "-m" in flags else ["-m", "batch"]), *flags), naming=words)
+
+
+def test_files_that_a_batch_cannot_have(small, tmp_path):
+    (tmp_path / "in").write_text("a\n" * 9)
+    flags = small.arguments(small.alphabet, "-m", "batch")
+    for bad in (tmp_path, tmp_path / "missing"):
+        refused(1, *flags, "-f", bad, naming=[bad])
+    for bad in (tmp_path, tmp_path / "no folder" / "out"):
+        refused(1, *flags, "-f", tmp_path / "in", "-o", bad, naming=[bad])
+    (tmp_path / "out").write_text("precious")
+    refused(1, *flags, "-f", tmp_path / "missing", "-o", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "precious"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_batch_on_a_full_disk(small):
+    for flags in ([], ["-o", "/dev/full"], ["--unordered"]):
+        with open("/dev/full", "wb") as full:
+            result = run(*small.arguments(small.alphabet, "-m", "batch", *flags), text=b"a\nb\n", stdout=full)
+        assert result.returncode == 1 and re.fullmatch(rb"run: .* cannot write: .*\n", result.stderr), result.stderr
+
+
+# ---- batch: interrupted, and gone on with ----
+
+
+def started(*arguments):
+    return subprocess.Popen([ROOT / "run", *map(str, arguments)], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def wait_for_lines(process, path, n):
+    """Until there are so many lines, or it has ended."""
+    end = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < end:
+        if path.exists() and path.read_bytes().count(b"\n") >= n:
+            return
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="session")
+def long_batch(asked, tmp_path_factory):
+    """(the command, the lines that it writes)"""
+    file = tmp_path_factory.mktemp("long") / "requests.jsonl"
+    file.write_bytes(jsonl([request | dict(max_tokens=100, stop=[]) for request in asked.requests]))
+    command = [STORIES, "-s", 3, "-m", "batch", "-f", file, "-b", 4, "-j", 1]
+    return command, output(*command).splitlines(True)
+
+
+@pytest.mark.parametrize("how", [[], ["--unordered"]], ids=str)
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_resume(long_batch, tmp_path, kill, how):
+    """Interrupted four times, at any moment."""
+    command, lines = long_batch
+    out, seen = tmp_path / "out.jsonl", 0
+    for more in (1, 30, 1, 80):
+        with started(*command, *how, "-o", out, "--resume") as process:
+            wait_for_lines(process, out, seen + more)
+            time.sleep(random.random() / 100)
+            process.send_signal(kill)
+            message = process.stderr.read().decode()
+        done = out.read_bytes()
+        if kill == signal.SIGINT:
+            assert process.returncode == 130 and "--resume" in message and done.endswith(b"\n")
+        else:
+            assert process.returncode == -signal.SIGKILL
+        done = done[: done.rfind(b"\n") + 1].splitlines(True)
+        assert seen + more <= len(done) < len(lines) and set(done) <= set(lines)
+        seen = len(done)
+    result = run(*command, *how, "-o", out, "--resume")
+    assert result.returncode == 0 and re.search(rb"^200 of 200 done", result.stderr, re.M)
+    found = out.read_bytes().splitlines(True)
+    assert sorted(found) == sorted(lines) if how else found == lines
+    tokens = int(re.search(rb"done, (\d+) tokens", result.stderr)[1])
+    assert tokens < sum(len(json.loads(line)["tokens"]) for line in lines) * 0.7  # what was finished is not done again
+
+
+def test_resume_from_any_byte(small, tmp_path):
+    requests = [dict(prompt="the cat is"[:i], seed=i, id=f"é{i}") for i in range(10)]
+    text = jsonl(requests[:4]) + b"\n{\n" + jsonl(requests[4:])
+    (tmp_path / "in").write_bytes(text)
+    command = small.arguments(small.noise, "-m", "batch", "-n", 20, "-s", 1, "-f", tmp_path / "in", "-b", 3)
+    whole = run(*command).stdout
+    assert whole.count(b"\n") == 10
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    somewhere = random.Random(1).sample(range(len(whole)), 20)
+    for cut in [0, 1, 9, 12, *ends[:4], *(end - 1 for end in ends[:4]), *somewhere, len(whole)]:
+        (tmp_path / "out").write_bytes(whole[:cut])
+        result = run(*command, "-o", tmp_path / "out", "--resume")
+        assert result.returncode == 1 and b"in: line 6: " in result.stderr, result.stderr  # the bad line is still one
+        assert (tmp_path / "out").read_bytes() == whole, cut
+    lines = whole.splitlines(True)
+    (tmp_path / "out").write_bytes(lines[7] + lines[2] + lines[5] + lines[0][:30])  # of --unordered
+    run(*command, "-o", tmp_path / "out", "--resume", "--unordered")
+    found = (tmp_path / "out").read_bytes().splitlines(True)
+    assert found[:3] == [lines[7], lines[2], lines[5]] and sorted(found) == sorted(lines)
+
+
+def test_without_resume_it_begins_anew(small, tmp_path):
+    command = small.arguments(small.noise, "-m", "batch", "-s", 1, "-i", "a\nb", "-o", tmp_path / "out")
+    for _ in range(2):
+        run(*command)
+        assert (tmp_path / "out").read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        b"a shopping list\nmilk\n", b'{"line": 4, "id": 4, "text": "a"}\n', b'{"line": 0, "id": 0, "text": "a"}\n',
+        b'{"line": 1, "id": 2, "text": "a"}\n', b'{"line": 1, "id": "1", "text": "a"}\n',
+        b'{"line": 99999999999999999999, \n',
+        b'{"line": 1, "id": 1, "text": "a"}\n' * 2, b'{"line": 2, "id": 2, "text": "a"}\n', b"\n", b'{"text": "a"}\n',
+        b"a shopping list without a newline", b'{"line": 1, "id": 1, "text": "a"}\na shopping list',
+        b'{"line": 1, "id": 7, "text": "a"}\n{"li', b'{"line": 3, "id": 9, "text": "a"}\n',
+    ],
+)  # fmt: skip
+def test_resume_leaves_other_files_alone(small, tmp_path, found):
+    """The input has requests on lines 1 and 3."""
+    (tmp_path / "out").write_bytes(found)
+    (tmp_path / "in").write_text("the cat\n\nthe hat\n")
+    files = "-f", tmp_path / "in", "-o", tmp_path / "out"
+    refused(1, *small.arguments(small.noise, "-m", "batch", *files, "--resume", "-b", 1))
+    assert (tmp_path / "out").read_bytes() == found
+
+
+# ---- batch: what it saves ----
+
+
+def figures(message):
+    """rows computed, rows shared, rows of static batching, its batch size, rows wasted"""
+    rows = re.search(r"^rows +(\d+) computed \D*(\d+) shared$", message, re.M)
+    static = re.search(r"^static batching +(\d+) rows in batches of (\d+), of which (\d+) wasted", message, re.M)
+    return tuple(map(int, rows.groups() + static.groups()))
+
+
+@pytest.mark.parametrize("b", [1, 3, 16, 150])
+@pytest.mark.parametrize("how", [[], ["--chunk", 9, "--unordered"], ["--lookup", 4]], ids=str)
+def test_static_batching_would_have_cost(asked, b, how):
+    requests = [{k: v for k, v in request.items() if k != "stop"} for request in asked.requests]
+    for request in requests[::9]:
+        request["max_tokens"] = 0  # some of them end by themselves
+    lines, message = batch(*COMMON, "-b", b, "--stats", *how, text=jsonl(requests))
+    results = sorted(map(json.loads, lines), key=lambda result: result["line"])
+    assert {"stop", "length"} == {result["finish_reason"] for result in results}
+    cost = [
+        prompt + len(result["tokens"]) + (result["finish_reason"] == "stop") - 1
+        for prompt, result in zip(asked.lengths, results)
+    ]
+    groups = [cost[i : i + b] for i in range(0, len(cost), b)]
+    static = sum(len(group) * max(group) for group in groups)
+    computed, shared, *said = figures(message)
+    assert said == [static, b, static - sum(cost)]
+    if "--lookup" not in how:
+        assert computed + shared == sum(cost)
+    else:  # a row for what each step begins with, and one for each draft
+        each = [result["prompt_tokens"] + result["steps"] - 1 + result["drafted_tokens"] for result in results]
+        assert computed + shared == sum(each)
+
+
+@pytest.mark.parametrize("b", [1, 4, 16, 40])
+@pytest.mark.parametrize("chunk", [5, 256])
+def test_common_prefixes_are_computed_once(asked, stories_encode, b, chunk):
+    words = (ROOT / "testdata" / "stories.txt").read_text().split()
+    ends = "A Big cat Did eat Fish go Home in Joy kind Lily my Night of Play".split()
+    prefix = " ".join(words[:75])
+    prompts = [stories_encode(f"{prefix} {end} {end} and so on".encode()) for end in ends]
+    common = next(i for i, ids in enumerate(zip(*prompts)) if len(set(ids)) > 1)
+    assert common >= 90 and len({ids[common] for ids in prompts}) == 16
+    text = jsonl([dict(prompt=f"{prefix} {end} {end} and so on") for end in ends])
+    flags = [STORIES, "-t", 0, "-n", 10, "-b", b, "--chunk", chunk]
+    lines, message = batch(*flags, "--stats", text=text)
+    computed, shared, *_ = figures(message)
+    assert computed + shared == sum(map(len, prompts)) + 16 * 9
+    assert 15 * common - (chunk < 16) * 15 * 15 <= shared <= 15 * common  # less than 16 rows are not waited for
+    again = jsonl([dict(prompt=f"{prefix} {ends[0]}")] * 16)  # alike to the end: the last token gives the logits
+    n = len(stories_encode(f"{prefix} {ends[0]}".encode()))
+    if chunk > 16:
+        assert figures(batch(*flags, "--stats", text=again)[1])[:2] == (n + 15 + 16 * 9, 15 * (n - 1))
+    scored = batch(*flags, "--stats", "--echo", "--logprobs", 0, text=again)[1]
+    assert figures(scored)[:2] == (16 * (n + 9), 0)  # every row has a score
+
+
+# ---- scores ----
+
+
+def log_softmax(logits):
+    x = np.array(logits, f64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def sampled_logprobs(logits, temperature=1.0, top_k=0, min_p=0.0, top_p=0.0, penalty=1.0, history=()):
+    """{id: log-probability} of what may be drawn, in float64."""
+    x = np.array(logits, f64)
+    for id in set(history):
+        x[id] = x[id] / penalty if x[id] > 0 else x[id] * penalty
+    falling = np.lexsort((np.arange(len(x)), -x))
+    if temperature == 0:
+        return {int(falling[0]): 0.0}
+    ids = falling[: top_k or None]
+    p = np.exp((x[ids] - x[ids[0]]) / temperature)
+    p /= p.sum()
+    ids, p = ids[p >= min_p * p[0]], p[p >= min_p * p[0]]
+    if 0 < top_p < 1:
+        n = 1 + np.searchsorted(np.cumsum(p), top_p, side="right")
+        ids, p = ids[:n], p[:n]
+    return dict(zip(ids.tolist(), np.log(p / p.sum()).tolist()))
+
+
+def needs_right_score(entry, id, whole, sampled):
+    assert entry["id"] == id
+    assert entry["logprob"] == pytest.approx(whole[id], abs=1e-5)
+    if id in sampled:
+        assert entry["sampled_logprob"] == pytest.approx(sampled[id], abs=1e-5)
+    else:
+        assert entry["sampled_logprob"] is None
+
+
+SCORED = [
+    ([], dict(top_p=0.9)),
+    (["-t", 0], dict(temperature=0)),
+    (["-t", "0.6", "-p", 0], dict(temperature=0.6)),
+    (["-t", "1.7", "-p", "0.6"], dict(temperature=1.7, top_p=0.6)),
+    (["-p1", "-k", 3], dict(top_k=3)),
+    (["-p1", "--min-p", "0.3"], dict(min_p=0.3)),
+    (["-p1", "--repeat-penalty", "1.5"], dict(penalty=1.5)),
+    (["-p", "0.8", "-k", 9, "--repeat-penalty", "1.8"], dict(top_p=0.8, top_k=9, penalty=1.8)),
+]
+
+
+@pytest.mark.parametrize("flags, options", SCORED, ids=str)
+@pytest.mark.parametrize("table", ["noise", "ties"])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_scores_equal_numpy(small, table, flags, options, n):
+    """Logits that are known: a row of the table. Of equal ones the lower id comes first."""
+    rows = small.noise_table
+    if table == "ties":
+        rows = np.random.default_rng(6).integers(-2, 3, (V, V)).astype(f32)
+        rows[:, :3] = -40
+    model = small.table(f"scored {table}", rows)
+    arguments = small.arguments(model, "-i", "the cat", "-n", 40, "-s", 5, *flags, "--logprobs", n)
+    printed = output(*arguments, "--json")
+    assert printed == output(*arguments, "--json", "--lookup", 4)
+    result, history = json.loads(printed), SMALL.encode(b"the cat")
+    assert len(result["logprobs"]) == len(result["ids"]) == 40 - len(history) + 1
+    for id, score in zip(result["ids"], result["logprobs"]):
+        logits = rows[history[-1]]
+        whole, sampled = log_softmax(logits), sampled_logprobs(logits, **options, history=history)
+        needs_right_score(score, id, whole, sampled)
+        assert score["text"].encode() == PIECES[id] and len(score["top"]) == n
+        for entry, best in zip(score["top"], np.lexsort((np.arange(V), -logits)).tolist()):
+            needs_right_score(entry, best, whole, sampled)
+        history.append(id)
+
+
+@pytest.mark.parametrize("n", [V - 1, V, V + 1, 1000])
+@pytest.mark.parametrize("made", [1, 5])
+def test_scores_of_all_tokens(small, n, made):
+    """There are no more than the vocabulary has."""
+    result = json.loads(small(small.noise, "-n", made, "-s", 1, "--logprobs", n, "--json"))
+    for i, score in enumerate(result["logprobs"]):
+        row = small.noise_table[([BOS] + result["ids"])[i]]
+        assert score["id"] == result["ids"][i]
+        assert [entry["id"] for entry in score["top"]] == np.lexsort((np.arange(V), -row))[:n].tolist()
+
+
+@pytest.mark.parametrize("flags, options", SCORED, ids=str)
+def test_scores_of_a_prompt(engine, small, flags, options):
+    """Each token's by the logits of the row before it; the first one follows nothing."""
+    model, text = small.random(), "the cat is in the hat."
+    prompt = SMALL.encode(text.encode())
+    arguments = small.arguments(model, "-i", text, "-s", 5, "-n", 40, *flags, "--echo", "--logprobs", 2, "--json")
+    result = json.loads(output(*arguments))
+    ids = result["ids"]
+    assert ids[: len(prompt)] == prompt and result["text"].startswith(text)
+    assert len(ids) == len(result["logprobs"]) == 41
+    first, *scores = result["logprobs"]
+    assert (first["id"], first["logprob"], first["sampled_logprob"], first["top"]) == (BOS, None, None, [])
+    for pos, (logits, score) in enumerate(zip(engine().logits(model, np.array(ids[:-1], i32)), scores), 1):
+        whole, sampled = log_softmax(logits), sampled_logprobs(logits, **options, history=ids[:pos])
+        needs_right_score(score, ids[pos], whole, sampled)
+        for entry, best in zip(score["top"], np.lexsort((np.arange(V), -logits)).tolist()):
+            needs_right_score(entry, best, whole, sampled)
+    for more in (["--lookup", 4], ["--chunk", 1], ["--chunk", 7, "--lookup", 2], ["--draft", small.noise]):
+        assert json.loads(output(*arguments, *more)) == result
+    made = json.loads(output(*[flag for flag in arguments if flag != "--echo"]))
+    assert made["logprobs"] == result["logprobs"][len(prompt) :] and made["ids"] == ids[len(prompt) :]
+
+
+def test_scores_of_a_prompt_equal_perplexity(stories_encode, tmp_path):
+    text = (ROOT / "testdata" / "stories.txt").read_text()[:900]
+    (tmp_path / "text").write_text(text)
+    flags = STORIES, "-n", 1, "--echo", "--logprobs", 0
+    (line,), _ = batch(*flags, text=jsonl([dict(prompt=text)]))
+    scores = [score["logprob"] for score in json.loads(line)["logprobs"]][1 : len(stories_encode(text.encode()))]
+    value, _, _ = perplexity(output(STORIES, "-m", "perplexity", "-f", tmp_path / "text", "--window", 500).decode())
+    assert value == pytest.approx(math.exp(-np.mean(scores)), rel=1e-4)
+
+
+def test_the_token_that_stops_has_no_score(small):
+    table = chain(alphabet)
+    table[PIECES.index(b"e")] = 0
+    table[PIECES.index(b"e"), EOS] = 30
+    result = json.loads(small.greedy(small.table("stops", table), "--json", "--logprobs", 1))
+    assert result["text"] == "abcde" and len(result["ids"]) == len(result["logprobs"]) == 5
+
+
+# ---- speculation: the same tokens, in fewer steps ----
+
+
+@functools.cache
+def told(prompt, *flags):
+    """(what --json says but for --stats, the figures of --stats)"""
+    result = json.loads(output(STORIES, "-i", prompt, "-s", 5, "--json", *flags))
+    kept = {name: result.pop(name) for name in ("text", "ids", "finish_reason", "logprobs") if name in result}
+    return kept, result
+
+
+@pytest.fixture(scope="session")
+def drafts(tmp_path_factory):
+    """Ways to guess: from the text, with the same model, and with one of the same vocabulary and weaker last layers."""
+    path, file = tmp_path_factory.mktemp("drafts") / "other.bin", FlatFile(STORIES.read_bytes())
+    data, dim = bytearray(file.data), file["dim"]
+    for layer in (4, 5):
+        at = file[4, layer, "panels"]  # its feed-forward norm
+        norm = np.frombuffer(data, "<f4", dim, at) * f32(0.6)
+        data[at : at + 4 * dim] = norm.tobytes()
+    path.write_bytes(data)
+    return dict(lookup=("--lookup", 4), same=("--draft", STORIES), other=("--draft", path, "--draft-tokens", 3))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.3])
+@pytest.mark.parametrize("how", ["lookup", "same", "other"])
+def test_speculation_changes_nothing(asked, drafts, how, temperature):
+    shorts = [request["prompt"] for request, n in zip(asked.requests, asked.lengths) if n < 120][:50]
+    assert len(shorts) == 50
+    made = accepted = 0
+    for prompt in shorts:
+        flags = "-n", 40, "-t", temperature
+        got, figures = told(prompt, *flags, *drafts[how], "--stats")
+        assert got == told(prompt, *flags)[0]
+        made, accepted = made + len(got["ids"]), accepted + figures["accepted_tokens"]
+        assert figures["accepted_tokens"] <= figures["drafted_tokens"]
+    assert accepted > made * dict(lookup=0.005, same=0.7, other=0.2)[how], (made, accepted)
+
+
+EDGES = [["-n", 1], ["-n", 2], ["-n", 60, "--repeat-penalty", 1.3], ["-n", 60, "--stop", "he", "--stop", "."],
+         ["-n", 60, "-k", 5, "--min-p", 0.05, "-p", 0], ["-n", 30, "--logprobs", 2, "--echo"], ["-n", 60, "--kv", "q8"],
+         ["-n", 60, "--chunk", 1], ["-c", 48, "-n", 0], ["-n", 30, "--rope-scaling", "yarn", "--rope-factor", 2],
+         ["-c", 48, "-n", 150, "--on-full", "slide"], ["-c", 2, "-n", 20, "--on-full", "slide"],
+         ["-c", 48, "-n", 90, "--on-full", "slide", "--repeat-penalty", 1.2, "--chunk", 5]]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["lookup", "same", "other"])
+@pytest.mark.parametrize("flags", EDGES, ids=str)
+def test_speculation_at_the_edges(drafts, flags, how):
+    for prompt in [""] if flags[:2] == ["-c", 2] else ["Once", "Lily had a big red ball. Lily had a big"]:
+        for temperature in (0, 0.9):
+            got, _ = told(prompt, "-t", temperature, *flags, *drafts[how], "--stats")
+            assert got == told(prompt, "-t", temperature, *flags)[0]
+
+
+def test_speculation_does_not_change_what_is_streamed(drafts):
+    arguments = STORIES, "-i", "Once upon a time", "-n", 60, "-t", 0.8, "-s", 5, "--stop", "the"
+    plain = output(*arguments)
+    for how in drafts.values():
+        assert output(*arguments, *how) == plain
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize("k", [1, 4, 64])
+def test_the_same_model_guesses_everything(k, temperature):
+    """Each step makes its drafts and one token more."""
+    flags = "-n", 61, "-t", temperature, "-p", 0.95, "--repeat-penalty", 1.1
+    got, figures = told("Once upon a time", *flags, "--draft", STORIES, "--draft-tokens", k, "--stats")
+    assert got["finish_reason"] == "length" and len(got["ids"]) == 61
+    steps = math.ceil(61 / (k + 1))
+    assert figures["steps"] == steps and figures["drafted_tokens"] == figures["accepted_tokens"] == 61 - steps
+
+
+def looked_up(ids, n):
+    """Where the longest end of ids, of 2 to 16, has stood before, the newest of these places: what followed there, and
+    behind the end of ids what follows in itself."""
+    best = (1, 0)
+    for t in range(1, len(ids)):
+        length = next((i for i in range(min(16, t)) if ids[t - 1 - i] != ids[-1 - i]), min(16, t))
+        best = max(best, (length, t))
+    period = ids[best[1] :]
+    return (period * n)[:n] if best[0] > 1 else []
+
+
+@pytest.mark.parametrize("k", [1, 3, 64])
+@pytest.mark.parametrize("flags", [["-t", 0], ["-t", 1, "-p", 0.5], ["-t", 0, "-c", 100]], ids=str)
+def test_lookup_guesses_what_stood_there_before(stories_encode, k, flags):
+    prompt = "Lily had a red ball. Tom had a big red ball. Lily had a"
+    n, context = 120, 100 if "-c" in flags else 512
+    got, figures = told(prompt, "-n", n, *flags, "--lookup", k, "--stats")
+    ids = stories_encode(prompt.encode())
+    begin, whole = len(ids), ids + got["ids"]
+    most = min(n, context - begin + 1)
+    assert len(got["ids"]) == most
+    steps = drafted = accepted = 0
+    while len(ids) < len(whole):
+        room = min(most - (len(ids) - begin) - 1, context - len(ids))
+        draft = looked_up(ids, min(k, room))
+        right = next((i for i, id in enumerate(draft) if id != whole[len(ids) + i]), len(draft))
+        steps, drafted, accepted = steps + 1, drafted + len(draft), accepted + right
+        ids = whole[: len(ids) + right + 1]
+    assert (figures["steps"], figures["drafted_tokens"], figures["accepted_tokens"]) == (steps, drafted, accepted)
+    assert accepted > 0
+
+
+def test_drafts_are_what_the_small_model_says(engine, stories_encode, drafts):
+    """Behind the text so far, whatever it has guessed before."""
+    prompt = "Lily had a red ball. Tom"
+    got, figures = told(prompt, "-n", 60, "-t", 0, *drafts["other"], "--stats")
+    ids = stories_encode(prompt.encode())
+    whole, steps, drafted, accepted = ids + got["ids"], 0, 0, 0
+    with engine().session(drafts["other"][1], kv_type=KV_F16) as forward:
+        while len(ids) < len(whole):
+            guess = list(ids)
+            for _ in range(min(3, len(whole) - len(ids) - 1)):
+                guess.append(int(forward(guess, np.arange(len(guess)))[-1].argmax()))
+            right = next((i for i in range(len(ids), len(guess)) if guess[i] != whole[i]), len(guess)) - len(ids)
+            steps, drafted, accepted = steps + 1, drafted + len(guess) - len(ids), accepted + right
+            ids = whole[: len(ids) + right + 1]
+    assert (figures["steps"], figures["drafted_tokens"], figures["accepted_tokens"]) == (steps, drafted, accepted)
+    assert 0 < accepted < drafted
+
+
+def test_what_repeats_is_accepted(small):
+    """Once the second round of the alphabet has begun all of it is known."""
+    arguments = small.arguments(small.table("repeats", chain(alphabet), seq_len=512), "-n", 400, "-t", 0)
+    assert output(*arguments, "--lookup", 9) == output(*arguments) == (LETTERS * 2)[:400].encode() + b"\n"
+    said = run(*arguments, "--lookup", 9, "--stats").stderr.decode()
+    rate, accepted, drafted = re.search(r"^speculation +([\d.]+) tokens per step, (\d+) of (\d+)", said, re.M).groups()
+    assert int(accepted) == int(drafted) and float(rate) == pytest.approx(400 / (400 - int(accepted)), abs=0.006)
+    assert float(rate) > 5
+
+
+def test_drafts_of_other_vocabularies(small, tmp_path):
+    other = tmp_path / "other.bin"
+    data = STORIES.read_bytes()
+    file = FlatFile(data)
+    begin, end = file.arrays()["bytes"], file.arrays()["pre"]
+    pieces = data[begin:end].replace(b" little", b" lottle", 1)
+    assert pieces != data[begin:end]
+    other.write_bytes(data[:begin] + pieces + data[end:])
+    flags = "-i", "a", "--draft"
+    refused(1, STORIES, *flags, other, naming=[other, " little", " lottle"])
+    refused(1, STORIES, *flags, small.noise, naming=[small.noise, 2048, V])
+    refused(1, *small.arguments(small.noise, *flags, STORIES), naming=[STORIES, 2048, V])
+    refused(1, *small.arguments(small.noise, *flags, tmp_path / "missing"), naming=[tmp_path / "missing"])
+    refused(1, *small.arguments(small.noise, *flags, small.tokenizer), naming=[small.tokenizer])
+    refused(2, STORIES, *flags, STORIES, "--lookup", 2, naming=["--draft", "--lookup"])
+    refused(2, STORIES, *flags, STORIES, "--draft-tokens", 0, naming=["--draft-tokens"])
+
+
+@pytest.mark.parametrize(
+    "flags", [["-t", 0], ["-t", 1, "-s", 4], ["-c", 128], ["-c", 128, "-n", 100, "--on-full", "slide"]], ids=str
+)
+def test_speculation_in_a_chat(chat, small, flags):
+    lines = "the cat is in the hat", "the cat is in", "/regen", "/undo", "a rat a rat a"
+    flags = ["-n", 40, *flags]
+    plain, messages, _ = chat(*lines, flags=flags)
+    drafts = [["--lookup", 3], ["--draft", small.random(seq_len=512)], ["--draft", small.noise, "--draft-tokens", 2]]
+    for how in drafts:
+        answers, also, _ = chat(*lines, flags=[*flags, *how])
+        assert [a["text"] for a in answers] == [a["text"] for a in plain] and also == messages
+        assert "--lookup" in how or sum(a["drafted_tokens"] for a in answers) > 0
