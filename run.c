@@ -992,7 +992,7 @@ typedef int32x4_t Ints;
 #define ints_splat(p) ints_set((int32_t)load_u32(p))
 #define floats_splat(p) floats_set(float_from_bits(load_u32(p)))
 
-enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS };
+enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS, AHEAD = 96 };
 
 // Where vector v of a tile starts, relative to the tile's first panel. `panel`: elements from one panel to the next.
 static inline size_t vector_offset(int v, size_t panel) {
@@ -1016,13 +1016,13 @@ static inline size_t vector_offset(int v, size_t panel) {
 // a wait. So a tile asks for weights some steps before it needs them. Where the rows take several tiles, only the first
 // would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
 typedef struct {
-    size_t steps;    // how far ahead
+    size_t steps;    // how far ahead: AHEAD where one tile takes all rows
     int turn, tiles; // each asks for every tiles-th block, and begins one behind the tile before it
 } Ahead;
 
 static inline Ahead look_ahead(int row, int tile_rows, int n_rows, size_t steps_of_panels) {
     int tiles = (n_rows + tile_rows - 1) / tile_rows;
-    return (Ahead){tiles == 1 ? 96 : steps_of_panels, row / tile_rows, tiles};
+    return (Ahead){tiles == 1 ? AHEAD : steps_of_panels, row / tile_rows, tiles};
 }
 
 // Asks for the lines that a tile will write. Otherwise these writes wait for memory, and everything behind them.
@@ -1036,6 +1036,7 @@ typedef struct {
     const uint32_t *w;  // the first panel
     size_t step, panel; // 4-byte words from one step to the next, from one panel to the next
     int cols;
+    ptrdiff_t ahead; // words to what one tile alone will want next
 } FloatPanels;
 
 // One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels. These and the type are constants where
@@ -1051,7 +1052,7 @@ ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p
         turn = turn ? turn - 1 : ahead.tiles - 1;
         EACH_VECTOR {
             const uint32_t *at = p.w + vector_offset(v, p.panel);
-            if (turn == 0) __builtin_prefetch(at + ahead.steps * p.step);
+            if (turn == 0) __builtin_prefetch(ahead.tiles == 1 ? at + p.ahead : at + ahead.steps * p.step);
             step[v] = ints_load(at);
         }
         EACH_ROW {
@@ -1220,8 +1221,7 @@ static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t
 // a pause; who reads y waits at a barrier first.
 static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, const Matrix *w) {
     int n_panels = (int)matrix_panels(w);
-    int few = is_quantized(w->type) ? TILE_ROWS : 1,
-        most = n_rows <= few ? 1 : TILE_PANELS; // one run of memory, or two
+    int few = is_quantized(w->type) ? TILE_ROWS : 1, most = n_rows <= few ? 1 : TILE_PANELS; // runs of memory at once
 #pragma omp for schedule(static) nowait
     for (int p = 0; p < n_panels; p += most) {
         int n = min_int(most, n_panels - p);
@@ -1229,8 +1229,8 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
         if (is_quantized(w->type)) {
             multiply_quantized(n, n_rows, w, (size_t)p, x, out, y_stride);
         } else {
-            FloatPanels panels = {w->type, (const uint32_t *)w->panels + (size_t)p * panel_words(w), PANEL,
-                                  panel_words(w), w->cols};
+            const uint32_t *first = (const uint32_t *)w->panels + (size_t)p * panel_words(w);
+            FloatPanels panels = {w->type, first, PANEL, panel_words(w), w->cols, AHEAD * PANEL};
             if (w->type == BF16) multiply_float(n, n_rows, panels, x->pairs, x->stride / 2, out, y_stride);
             else multiply_float(n, n_rows, panels, x->f, x->stride, out, y_stride);
         }
@@ -1514,21 +1514,23 @@ static void cache_copy(const Session *s, int from, int to, int n) {
 
 // int8 keys of n positions as f32 panels. keys: the first of n / 16 panels of words of 4 int8, a panel's scales behind
 // them.
-static void unpack_keys(float *out, const uint32_t *keys, int n, int hd) {
+static void unpack_keys(float *out, const uint32_t *keys, int n, int hd, ptrdiff_t ahead) {
     const int words = (hd + 3) / 4, blocks = (hd + BLOCK - 1) / BLOCK;
     for (int t = 0; t < n; t += PANEL, keys += (size_t)(words + blocks) * PANEL)
         for (int i = 0; i < hd; i++, out += PANEL) {
             const uint32_t *word = keys + (size_t)(i / 4) * PANEL, *scale = keys + (size_t)(words + i / BLOCK) * PANEL;
+            __builtin_prefetch(word + ahead);
             for (int j = 0; j < PANEL; j++)
                 out[j] = float_from_bits(scale[j]) * (float)((int32_t)(word[j] << (24 - 8 * (i % 4))) >> 24);
         }
 }
 
 // int8 values of n positions as floats. values: for each, v_stride / 4 words of 4 int8 and its scales.
-static void unpack_values(float *out, const uint32_t *values, int n, int v_stride) {
+static void unpack_values(float *out, const uint32_t *values, int n, int v_stride, ptrdiff_t ahead) {
     const int words = v_stride / 4, blocks = (v_stride + BLOCK - 1) / BLOCK;
     for (int t = 0; t < n; t++, values += words + blocks, out += v_stride) {
         const int8_t *q = (const int8_t *)values;
+        __builtin_prefetch(values + ahead);
         for (int i = 0; i < v_stride; i += PANEL) {
             float scale = float_from_bits(values[words + i / BLOCK]);
             for (int j = 0; j < PANEL; j++) out[i + j] = scale * (float)q[i + j];
@@ -1536,21 +1538,23 @@ static void unpack_values(float *out, const uint32_t *values, int n, int v_strid
     }
 }
 
-// The keys, or the values, of n positions of a kv head from slot t (a multiple of 16) on, as matrices for §4.
-static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t, int n, float *unpacked) {
+// The keys, or the values, of n positions of a kv head from slot t (a multiple of 16) on, as matrices for §4. ahead: words
+// to what will be wanted next.
+static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t, int n, ptrdiff_t ahead, float *unpacked) {
     const Config *c = &s->model->config;
     size_t panel = key_words(c, s->kv_type) * PANEL;
     keys += (size_t)t / PANEL * panel;
-    if (s->kv_type != I8) return (FloatPanels){s->kv_type, keys, PANEL, panel, c->head_dim};
-    unpack_keys(unpacked, keys, n, c->head_dim);
-    return (FloatPanels){F32, (const uint32_t *)unpacked, PANEL, (size_t)c->head_dim * PANEL, c->head_dim};
+    if (s->kv_type != I8) return (FloatPanels){s->kv_type, keys, PANEL, panel, c->head_dim, ahead};
+    unpack_keys(unpacked, keys, n, c->head_dim, ahead);
+    return (FloatPanels){F32, (const uint32_t *)unpacked, PANEL, (size_t)c->head_dim * PANEL, c->head_dim, 0};
 }
 
-static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n, float *unpacked) {
+static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n, ptrdiff_t ahead,
+                                float *unpacked) {
     values += (size_t)t * value_words(&s->model->config, s->kv_type);
-    if (s->kv_type != I8) return (FloatPanels){s->kv_type, values, s->v_stride, PANEL, n};
-    unpack_values(unpacked, values, n, (int)s->v_stride);
-    return (FloatPanels){F32, (const uint32_t *)unpacked, s->v_stride, PANEL, n};
+    if (s->kv_type != I8) return (FloatPanels){s->kv_type, values, s->v_stride, PANEL, n, ahead};
+    unpack_values(unpacked, values, n, (int)s->v_stride, ahead);
+    return (FloatPanels){F32, (const uint32_t *)unpacked, s->v_stride, PANEL, n, 0};
 }
 
 // out = x as halves, n of them; what is beyond the largest half, 65504, becomes that
@@ -1788,17 +1792,33 @@ static void softmax_block(float *scores, int n, int from, int to, float *max, fl
     *max = highest;
 }
 
+// Task i of attention: the queries of span i / n_kv_heads that share kv head i % n_kv_heads. Its keys:
+static const uint32_t *task_keys(const Session *s, int layer, const Row *rows, int task) {
+    int n_kv_heads = s->model->config.n_kv_heads;
+    return cache_keys(s, rows[s->spans[task / n_kv_heads].first].seq, layer, task % n_kv_heads);
+}
+
+// Words from the cache of a task to that of the next one that this thread is likely to get. While it attends, it asks for
+// what lies there: short runs in many places are what memory is slow at.
+static ptrdiff_t task_distance(const Session *s, int layer, const Row *rows, int task) {
+    int next = task + omp_get_num_threads();
+    bool last = next >= s->n_spans * s->model->config.n_kv_heads;
+    return last ? 0 : task_keys(s, layer, rows, next) - task_keys(s, layer, rows, task);
+}
+
 // Attention of the queries of one span that share a kv head:
 //     out = softmax(q . k^T / sqrt(head_dim)) . v     over the positions that the query's row may see
 // Ref: Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 for the sharing. Blocks of positions in which no query of the
 // span sees anything are skipped; a position that one query may not see gets weight 0 there, which changes nothing (as
 // long as its value is a finite number; else the model is broken, and its logits will say so).
-static void attend(const Session *s, Scratch *t, int layer, int kv_head, const Row *rows, Span span) {
+static void attend(const Session *s, Scratch *t, int layer, const Row *rows, int task) {
     const Config *c = &s->model->config;
-    int hd = c->head_dim, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
+    const Span span = s->spans[task / c->n_kv_heads];
     const Row *first = &rows[span.first];
-    const uint32_t *keys = cache_keys(s, first->seq, layer, kv_head);
-    const uint32_t *values = cache_values(s, first->seq, layer, kv_head);
+    int kv_head = task % c->n_kv_heads, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
+    int hd = c->head_dim;
+    const uint32_t *keys = task_keys(s, layer, rows, task), *values = cache_values(s, first->seq, layer, kv_head);
+    ptrdiff_t next = task_distance(s, layer, rows, task);
     float scale = 1.0f / sqrtf((float)hd);
     for (int i = 0; i < n_queries; i++) { // query i: row i / group of the span, head i % group of the kv head
         const float *q =
@@ -1811,16 +1831,18 @@ static void attend(const Session *s, Scratch *t, int layer, int kv_head, const R
     int start = c->sliding_window ? max_int(0, first->pos - c->sliding_window + 1) : 0, end = first->pos + span.count;
     for (int b = start / ATTENTION_BLOCK * ATTENTION_BLOCK; b < end; b += ATTENTION_BLOCK) {
         int n = min_int(ATTENTION_BLOCK, end - b), padded = (int)pad((size_t)n, PANEL);
-        multiply_float(padded / PANEL, n_queries, key_panels(s, keys, b % s->n_slots, padded, t->unpacked), t->q,
-                       (size_t)hd, t->scores, ATTENTION_BLOCK);
+        bool last = b + ATTENTION_BLOCK >= end;
+        FloatPanels k = key_panels(s, keys, b % s->n_slots, padded, last ? next : AHEAD * PANEL, t->unpacked);
+        multiply_float(padded / PANEL, n_queries, k, t->q, (size_t)hd, t->scores, ATTENTION_BLOCK);
         for (int i = 0; i < n_queries; i++) {
             int pos = first->pos + i / group, oldest = c->sliding_window ? pos - c->sliding_window + 1 : 0;
             int from = max_int(oldest - b, 0), to = min_int(pos + 1 - b, n);
             softmax_block(t->scores + (size_t)i * ATTENTION_BLOCK, padded, from, to, &t->max[i], &t->sum[i],
                           &t->rescale[i]);
         }
-        multiply_float((int)s->v_stride / PANEL, n_queries, value_panels(s, values, b % s->n_slots, n, t->unpacked),
-                       t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
+        ptrdiff_t far = AHEAD * (ptrdiff_t)s->v_stride;
+        FloatPanels v = value_panels(s, values, b % s->n_slots, n, last ? next : far, t->unpacked);
+        multiply_float((int)s->v_stride / PANEL, n_queries, v, t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
         for (int i = 0; i < n_queries; i++)
             for (size_t j = (size_t)i * s->v_stride; j < (size_t)(i + 1) * s->v_stride; j++)
                 t->out[j] = fma1(t->out[j], t->rescale[i], t->part[j]);
@@ -1843,8 +1865,7 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
     rotate_and_store(s, layer, rows, n);
 #pragma omp for schedule(dynamic) nowait
     for (int i = 0; i < s->n_spans * s->model->config.n_kv_heads; i++)
-        attend(s, &s->scratch[omp_get_thread_num()], layer, i % s->model->config.n_kv_heads, rows,
-               s->spans[i / s->model->config.n_kv_heads]);
+        attend(s, &s->scratch[omp_get_thread_num()], layer, rows, i);
     meet(s);
 #pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) prepare_row(&s->in, r, q_dim(&s->model->config));
