@@ -364,7 +364,7 @@ static float *reader_f32_array(Reader *r, size_t n, const char *what) {
 }
 
 // A binary heap: the entry with the highest score on top, the lowest index among equals. The tokenizer takes its merges
-// from one, the sampler its candidates: both want the best few of many in order, without sorting the many.
+// from one, top-k its candidates: both want the best few of many in order, without sorting the many.
 typedef struct {
     float score;
     int index, len; // len: for the tokenizer
@@ -3963,17 +3963,18 @@ typedef struct {
     int top_k; // 0: all
 } Sampling;
 
+enum { STRETCH = 64 }; // a multiple of SUM_LANES
+
 typedef struct {
     Sampling sampling;
     uint64_t rng;
     int n;              // vocabulary size
-    float *p;           // [n padded to 16] logits, then probabilities
+    float *p;           // [n padded to STRETCH] logits, then probabilities
     Ranked *candidates; // [n]
+    Ranked *spare;      // [n]
     bool *seen;         // [n]
-    // what the last token was drawn from:
-    const Ranked *nucleus; // [n_nucleus] the candidates, and the sum of their probabilities
-    int n_nucleus;         // 0: all of p
-    float mass;
+    int n_nucleus;      // the last token was drawn from the first so many candidates, or from all of p where this is 0
+    float mass;         // their probabilities add up to this
 } Sampler;
 
 // The generator is llama2.c's xorshift*, so that a seed means there what it means here. State 0 would stay 0 for ever.
@@ -3992,10 +3993,11 @@ static float rng_float(uint64_t *state) {
 
 static Sampler *sampler_open(Sampling sampling, uint64_t seed, int vocab_size) {
     Sampler *s = alloc(1, sizeof *s, "sampler");
-    size_t n = pad((size_t)vocab_size, SUM_LANES);
+    size_t n = pad((size_t)vocab_size, STRETCH);
     *s = (Sampler){.sampling = sampling, .rng = rng_seed(seed), .n = vocab_size};
     s->p = alloc(n, sizeof *s->p, "sampler");
     s->candidates = alloc(n, sizeof *s->candidates, "sampler");
+    s->spare = alloc(n, sizeof *s->spare, "sampler");
     s->seen = alloc(n, sizeof *s->seen, "sampler");
     return s;
 }
@@ -4003,6 +4005,7 @@ static Sampler *sampler_open(Sampling sampling, uint64_t seed, int vocab_size) {
 static void sampler_free(Sampler *s) {
     free(s->p);
     free(s->candidates);
+    free(s->spare);
     free(s->seen);
     free(s);
 }
@@ -4068,39 +4071,75 @@ static int draw_from_all(const float *p, int n, float coin) {
 // No choice: the next token is this one.
 static int draw_from_one(Sampler *s, int id) {
     s->candidates[0] = (Ranked){1, id, 0};
-    s->nucleus = s->candidates;
     s->n_nucleus = 1;
     s->mass = 1;
     return id;
 }
 
-// A draw from the best candidates. Only as many as the nucleus needs are taken out of the heap, in falling order; the
-// coin then walks these. A probability below (1 - p) / (n - 1) cannot be part of it: the heap need not hold them.
+// The sum of the probabilities from `least` on. p: [n padded to 16 with zeros]
+static float mass_from(const float *p, int n, float least) {
+    float lane[SUM_LANES] = {0};
+    for (int i = 0; i < n; i += SUM_LANES)
+        for (int j = 0; j < SUM_LANES; j++) lane[j] += p[i + j] >= least ? p[i + j] : 0;
+    return sum_lanes(lane);
+}
+
+// A probability below which no token can be part of the nucleus: the highest of some that has mass enough above it (by
+// more than a sum is rounded).
+static float nucleus_floor(const Sampler *s, float top_p) {
+    for (float least = 1e-2f; least > 1e-6f; least *= 0.1f)
+        if (mass_from(s->p, s->n, least) > top_p + 1e-3f) return least;
+    return (1 - top_p) / (float)(s->n - 1);
+}
+
+// Makes those candidates that have at least the probability `smallest`. Returns how many there are.
+static int gather_candidates(Sampler *s, float smallest) {
+    int n = 0;
+    for (int i = 0; i < s->n; i += STRETCH) { // most stretches have none, and vectors can tell
+        int some = 0;
+        for (int j = 0; j < STRETCH; j++) some += s->p[i + j] >= smallest;
+        for (int j = i; some && j < min_int(i + STRETCH, s->n); j++)
+            if (s->p[j] > 0 && s->p[j] >= smallest) s->candidates[n++] = (Ranked){s->p[j], j, 0};
+    }
+    return n;
+}
+
+// Sort candidates by falling probability, equals by rising id, in the same time whether the probabilities are steep or flat:
+// a radix sort. Positive floats compare like their bits; 8 bits at a time, from the lowest, keep the order of before.
+// spare: [n]
+static void sort_candidates(Ranked *candidates, Ranked *spare, int n) {
+    enum { DIGITS = 256 };
+    for (int shift = 0; shift < 32; shift += 8) {
+        int at[DIGITS] = {0}, sum = 0;
+        for (int i = 0; i < n; i++) at[~bits_of_float(candidates[i].score) >> shift & 255]++;
+        for (int d = 0; d < DIGITS; d++) {
+            int count = at[d];
+            at[d] = sum;
+            sum += count;
+        }
+        for (int i = 0; i < n; i++) spare[at[~bits_of_float(candidates[i].score) >> shift & 255]++] = candidates[i];
+        Ranked *sorted = spare;
+        spare = candidates;
+        candidates = sorted;
+    }
+}
+
+// A draw from the nucleus, the fewest of the best candidates whose probabilities add up to more than top_p: the coin walks
+// them in falling order.
 static int draw_from_nucleus(Sampler *s, float smallest, float coin) {
-    float top_p = s->sampling.top_p > 0 && s->sampling.top_p < 1 ? s->sampling.top_p : 1;
-    if (top_p < 1) smallest = fmaxf(smallest, (1 - top_p) / (float)(s->n - 1));
-    int n = 0, taken = 0;
-    for (int i = 0; i < s->n; i++)
-        if (s->p[i] > 0 && s->p[i] >= smallest) s->candidates[n++] = (Ranked){s->p[i], i, 0};
+    float top_p = s->sampling.top_p > 0 && s->sampling.top_p < 1 ? s->sampling.top_p : 1, cdf = 0;
+    if (top_p < 1) smallest = fmaxf(smallest, nucleus_floor(s, top_p));
+    int n = gather_candidates(s, smallest);
     if (n == 0) return draw_from_one(s, argmax(s->p, s->n)); // a top_p below 1 / n
-    heap_build(s->candidates, n);
-    float mass = 0;
-    Ranked *nucleus = s->candidates + n; // popped entries gather from the end of the heap's array downwards
-    while (n > 0 && (taken == 0 || mass <= top_p)) {
-        Ranked best = heap_pop(s->candidates, &n); // frees the slot behind the heap
-        *--nucleus = best;
-        mass += best.score;
-        taken++;
+    sort_candidates(s->candidates, s->spare, n);
+    s->mass = 0;
+    for (s->n_nucleus = 0; s->n_nucleus < n && (s->n_nucleus == 0 || s->mass <= top_p); s->n_nucleus++)
+        s->mass += s->candidates[s->n_nucleus].score;
+    for (int i = 0; i < s->n_nucleus; i++) {
+        cdf += s->candidates[i].score;
+        if (coin * s->mass < cdf) return s->candidates[i].index;
     }
-    s->nucleus = nucleus;
-    s->n_nucleus = taken;
-    s->mass = mass;
-    float r = coin * mass, cdf = 0;
-    for (int i = taken - 1; i >= 0; i--) {
-        cdf += nucleus[i].score;
-        if (r < cdf) return nucleus[i].index;
-    }
-    return nucleus[0].index;
+    return s->candidates[s->n_nucleus - 1].index;
 }
 
 // log sum e^logits: with it, log softmax(logits)[i] = logits[i] - that. logits: [n padded to 16], and is overwritten.
@@ -4116,15 +4155,17 @@ static double log_sum_exp(float *logits, int n) {
 static int sampler_pick(Sampler *s, const float *logits, const int *history, int n_history) {
     const Sampling *how = &s->sampling;
     bool broken = false;
-    for (int i = 0; i < s->n; i++) broken |= logits[i] != logits[i];
+    for (int i = 0; i < s->n; i++) {
+        s->p[i] = logits[i];
+        broken |= logits[i] != logits[i];
+    }
     if (broken) return -1;
-    memcpy(s->p, logits, (size_t)s->n * sizeof *s->p);
     apply_penalty(s, history, n_history);
     int best = argmax(s->p, s->n);
     if (!isfinite(s->p[best])) return -1;
     if (how->temperature == 0) return draw_from_one(s, best);
     float coin = rng_float(&s->rng);
-    for (int i = 0; i < s->n; i++) s->p[i] /= how->temperature;
+    for (int i = 0; i < s->n && how->temperature != 1; i++) s->p[i] /= how->temperature;
     if (!isfinite(s->p[best]))
         return draw_from_one(s, best); // a temperature so low that it overflows: its limit is the best token
     apply_top_k(s);
@@ -4138,7 +4179,7 @@ static int sampler_pick(Sampler *s, const float *logits, const int *history, int
 // The probability with which the last pick could have been this token: 0 where it was cut off.
 static float sampler_probability(const Sampler *s, int id) {
     for (int i = 0; i < s->n_nucleus; i++)
-        if (s->nucleus[i].index == id) return s->nucleus[i].score / s->mass;
+        if (s->candidates[i].index == id) return s->candidates[i].score / s->mass;
     return s->n_nucleus ? 0 : s->p[id];
 }
 
