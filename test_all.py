@@ -5251,6 +5251,15 @@ def test_template_equals_jinja(real, name, silent):
 
 
 @needs_smollm2
+def test_smollm2_edits_a_file():
+    """testdata/edit.txt asks for a file to be repeated: lookup drafts most of it, and changes nothing."""
+    asked = SMOLLM2, "-f", ROOT / "testdata" / "edit.txt", "--special", "-t", 0, "-n", 300, "--json"
+    plain, drafted = json.loads(output(*asked)), json.loads(output(*asked, "--lookup", 8, "--stats"))
+    assert plain == {name: drafted[name] for name in plain} and "def median(values):" in plain["text"]
+    assert len(plain["ids"]) > 3 * drafted["steps"]
+
+
+@needs_smollm2
 def test_smollm2_template_equals_jinja(library):
     tokenizer = gguf_tokenizer(library, SMOLLM2)
     source = gguf.GGUFReader(SMOLLM2).fields["tokenizer.chat_template"].contents()
