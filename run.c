@@ -5218,13 +5218,13 @@ static Sampling choose_sampling(const Options *o) {
     return (Sampling){(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
 }
 
-// Room for n_seqs sequences, whose prompts are run in chunks.
-static void engine_open(Engine *e, const Options *o, int n_ctx, int n_seqs) {
+// Room for n_seqs sequences, whose prompts are run in chunks. longest: of the prompts.
+static void engine_open(Engine *e, const Options *o, int n_ctx, int n_seqs, int longest) {
     bool scores_prompts = o->echo && o->logprobs >= 0; // logits for each row, so fewer rows
     e->n_draft = o->draft ? o->n_draft : o->lookup;
     e->slides = !strcmp(o->on_full, "slide");
-    int least = n_seqs * (1 + e->n_draft),
-        rows = max_int(least, scores_prompts ? min_int(o->chunk, SCORED_ROWS) : o->chunk);
+    int chunk = min_int(scores_prompts ? min_int(o->chunk, SCORED_ROWS) : o->chunk, e->slides ? n_ctx : longest);
+    int least = n_seqs * (1 + e->n_draft), rows = max_int(least, chunk);
     e->session = session_open(e->model, choose_kv_type(o, e->model), n_ctx, n_seqs, rows, scores_prompts ? rows : least,
                               e->n_threads);
     e->rows = alloc((size_t)rows, sizeof *e->rows, "rows");
@@ -5417,7 +5417,7 @@ static int mode_generate(const Options *o) {
     if (q.ids.len == 0) die_usage("expected a prompt: without one and without BOS there is no token to start from");
     int n_ctx = choose_context(o, &e.model->config);
     if (q.ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", q.ids.len, n_ctx);
-    engine_open(&e, o, n_ctx, 1);
+    engine_open(&e, o, n_ctx, 1, q.ids.len);
     sequence_begin(o, &e, &q, o->n_tokens);
     uint64_t seed = choose_seed(o);
     q.sampler = sampler_open(choose_sampling(o), seed, e.model->config.vocab_size);
@@ -5966,7 +5966,7 @@ static int mode_chat(const Options *o) {
     Engine e = {0};
     engine_load(&e, o, true);
     int n_ctx = choose_context(o, &e.model->config);
-    engine_open(&e, o, n_ctx, 1);
+    engine_open(&e, o, n_ctx, 1, n_ctx);
     Chat c = {.engine = &e, .options = o, .seed = choose_seed(o)};
     c.template = template_choose(o->template, e.tokenizer->chat_template, e.tokenizer->path);
     c.template.silent = o->no_think;
@@ -6609,7 +6609,8 @@ static int mode_batch(const Options *o) {
     batch_read(&b, o);
     engine_load(&e, o, true);
     b.n_places = max_int(1, min_int(o->batch, b.n_total - b.n_done));
-    engine_open(&e, o, choose_context(o, &e.model->config), b.n_places);
+    int n_ctx = choose_context(o, &e.model->config);
+    engine_open(&e, o, n_ctx, b.n_places, n_ctx);
     if (b.output && !(b.out = fopen(b.output, o->resume ? "ab" : "wb")))
         die("%s: cannot open: %s", b.output, strerror(errno));
     b.places = alloc((size_t)b.n_places, sizeof *b.places, "batch");
