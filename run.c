@@ -1675,7 +1675,8 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
         t->sum = t->max + queries;
         t->rescale = t->sum + queries;
     }
-    s->cache = alloc_pages(cache_words(s), sizeof(uint32_t), "the key/value cache (a smaller --context takes less)");
+    s->cache = alloc_pages(cache_words(s), sizeof(uint32_t),
+                           "the key/value cache (a smaller --context or --batch takes less)");
     return s;
 }
 
@@ -5191,11 +5192,13 @@ static void check_draft_vocabulary(const Engine *e, const Tokenizer *other, cons
     if (m->config.vocab_size != t->n_pieces)
         die("%s: expected a vocabulary of %d pieces, as %s has, got %d", m->path, t->n_pieces, e->model->path,
             m->config.vocab_size);
-    for (int i = 0; other && i < t->n_pieces; i++)
-        if (t->pieces[i].len != other->pieces[i].len ||
-            memcmp(t->pieces[i].text, other->pieces[i].text, (size_t)t->pieces[i].len))
+    for (int i = 0; other && i < t->n_pieces; i++) {
+        const Piece *a = &t->pieces[i], *b = &other->pieces[i];
+        bool unwritten = a->type == CONTROL_PIECE && b->type == CONTROL_PIECE; // its spelling does not matter
+        if (!unwritten && (a->len != b->len || memcmp(a->text, b->text, (size_t)a->len)))
             die("%s: expected the vocabulary of %s, but piece %d is '%.*s', not '%.*s'", m->path, e->model->path, i,
-                other->pieces[i].len, other->pieces[i].text, t->pieces[i].len, t->pieces[i].text);
+                b->len, b->text, a->len, a->text);
+    }
 }
 
 // The model of --draft, with a cache for as long a context.
@@ -5224,7 +5227,7 @@ static void engine_open(Engine *e, const Options *o, int n_ctx, int n_seqs, int 
     e->n_draft = o->draft ? o->n_draft : o->lookup;
     e->slides = !strcmp(o->on_full, "slide");
     int chunk = min_int(scores_prompts ? min_int(o->chunk, SCORED_ROWS) : o->chunk, e->slides ? n_ctx : longest);
-    int least = n_seqs * (1 + e->n_draft), rows = max_int(least, chunk);
+    int least = n_seqs * (1 + e->n_draft), rows = max_int(least, chunk + e->n_draft);
     e->session = session_open(e->model, choose_kv_type(o, e->model), n_ctx, n_seqs, rows, scores_prompts ? rows : least,
                               e->n_threads);
     e->rows = alloc((size_t)rows, sizeof *e->rows, "rows");
@@ -5818,6 +5821,35 @@ static size_t saved_value_words(const Session *s, int n) {
     return pad((size_t)n, 2) * value_words(&s->model->config, s->kv_type);
 }
 
+// The name of a file while it is not whole.
+static Text partial_name(const char *path) {
+    Text name = {0};
+    text_append(&name, path, strlen(path));
+    text_append(&name, ".partial", sizeof ".partial");
+    return name;
+}
+
+// Why a conversation cannot be saved there, or NULL: what is there already must be one.
+static const char *chat_obstacle(const char *path) {
+    struct stat status;
+    char magic[8] = {0};
+    if (!stat(path, &status)) {
+        FILE *file = S_ISREG(status.st_mode) ? fopen(path, "rb") : NULL;
+        size_t n = file ? fread(magic, 1, sizeof magic, file) : 0;
+        if (file) fclose(file);
+        return file && (n == 0 || !memcmp(magic, "run.chat", sizeof magic)) ? NULL : "is not a saved conversation";
+    }
+    Text partial = partial_name(path);
+    FILE *file = fopen(partial.data, "wb");
+    const char *obstacle = file ? NULL : strerror(errno);
+    if (file) {
+        fclose(file);
+        remove(partial.data);
+    }
+    free(partial.data);
+    return obstacle;
+}
+
 static bool chat_save(const Chat *c, const char *path) {
     const Session *s = c->engine->session;
     const Config *config = &s->model->config;
@@ -5840,9 +5872,7 @@ static bool chat_save(const Chat *c, const char *path) {
         }
     uint64_t sum = fnv64(FNV_START, t.data, t.len);
     text_append(&t, &sum, sizeof sum);
-    Text partial = {0}; // the name of the file while it is not whole
-    text_append(&partial, path, strlen(path));
-    text_append(&partial, ".partial", sizeof ".partial");
+    Text partial = partial_name(path);
     FILE *file = fopen(partial.data, "wb");
     bool written = file && fwrite(t.data, 1, t.len, file) == t.len;
     written = file && !fclose(file) && written && !rename(partial.data, path);
@@ -5870,9 +5900,9 @@ static void chat_load(Chat *c, const char *path) {
         die("%s: expected version %d, got %llu", path, SESSION_VERSION, (unsigned long long)version);
     if (sum != saved) die("%s: the saved conversation is damaged: its checksum is wrong", path);
     if (fingerprint != model_fingerprint(s->model))
-        die("%s: was saved with another model than %s, or with another stretch of it", path, s->model->path);
+        die("%s: was saved with another model than %s, or with another --rope-scaling", path, s->model->path);
     if (type != (uint64_t)s->kv_type)
-        die("%s: was saved with another type of key/value cache than %s (--kv)", path, kv_name(s->kv_type));
+        die("%s: was saved with --kv %s, not %s", path, type <= I8 ? kv_name((Type)type) : "?", kv_name(s->kv_type));
     uint64_t n_messages = reader_u64(&r, "messages"), n_ids = reader_u64(&r, "ids");
     for (uint64_t i = 0; i < n_messages; i++) {
         uint64_t role = reader_u64(&r, "role"), len = reader_u64(&r, "length");
@@ -5926,7 +5956,9 @@ static bool chat_command(Chat *c, char *line) {
         if (c->timing.n_prompt) chat_print_stats(c);
         else chat_say(c, "[no answer yet]");
     } else if (!strcmp(line, "/save")) {
-        if (*argument) chat_save(c, argument);
+        const char *obstacle = *argument ? chat_obstacle(argument) : NULL;
+        if (obstacle) chat_say(c, "run: %s: cannot write: %s", argument, obstacle);
+        else if (*argument) chat_save(c, argument);
         else chat_say(c, "[/save FILE]");
     } else if (!strcmp(line, "/undo")) chat_say(c, chat_undo(c) ? "[taken back]" : "[nothing to take back]");
     else if (!strcmp(line, "/regen")) {
@@ -5972,6 +6004,8 @@ static int mode_chat(const Options *o) {
     c.template.silent = o->no_think;
     c.sampler = sampler_open(choose_sampling(o), c.seed, e.model->config.vocab_size);
     c.colours = isatty(STDERR_FILENO) && !getenv("NO_COLOR");
+    const char *obstacle = o->session ? chat_obstacle(o->session) : NULL;
+    if (obstacle) die("%s: cannot write: %s", o->session, obstacle);
     if (o->session && !access(o->session, F_OK)) chat_load(&c, o->session);
     if (o->system) chat_set_system(&c, o->system);
     if (isatty(STDIN_FILENO))
@@ -6166,7 +6200,8 @@ static void request_free(Request *r) {
 static bool request_add_stop(Json *j, Request *r) {
     Text stop = {0};
     bool good = json_read_string(j, &stop);
-    if (good && (!stop.len || memchr(stop.data, 0, stop.len))) good = json_wrong(j, "expected a text");
+    if (good && (!stop.len || memchr(stop.data, 0, stop.len)))
+        good = json_wrong(j, "expected a text that is not empty");
     const char **grown = good ? realloc(r->stops, (size_t)(r->n_stops + 1) * sizeof *grown) : NULL;
     if (good && !grown) die("out of memory: stop strings");
     if (!good) {
@@ -6226,7 +6261,9 @@ static bool request_read_member(Json *j, Request *r, const char *name) {
     if (!strcmp(name, "min_p")) return json_read_real(j, &r->sampling.min_p, 0, 1);
     if (!strcmp(name, "repeat_penalty")) return json_read_real(j, &r->sampling.repeat_penalty, 1e-6, 1e6);
     bool top_k = !strcmp(name, "top_k");
-    if (!top_k && strcmp(name, "max_tokens")) return json_wrong(j, "is not known here");
+    if (!top_k && strcmp(name, "max_tokens"))
+        return json_wrong(j, "is not known here; known are prompt, id, max_tokens, temperature, top_p, top_k, min_p, "
+                             "repeat_penalty, seed and stop");
     if (!json_read_whole(j, &whole, INT_MAX)) return false;
     *(top_k ? &r->sampling.top_k : &r->n_tokens) = (int)whole;
     return true;
@@ -6291,7 +6328,7 @@ typedef struct {
     Text text;          // the input
     size_t at;          // how far it has been read,
     int line;           // and which line that is
-    bool json;          // it is JSON Lines
+    bool json, guessed; // it is JSON Lines, judging by its first line
     bool *known;        // [lines + 1]   an earlier run has the result of this line
     FILE *out;
     Place *places; // [n_places]
@@ -6309,7 +6346,7 @@ static void batch_complain(Batch *b, const char *wrong) {
     print_escaped(stderr, b->name);
     fprintf(stderr, ": line %d: ", b->line);
     print_escaped(stderr, wrong);
-    if (b->json && !b->n_wrong) fputs(" (the lines are read as JSON, since the first begins with {)", stderr);
+    if (b->guessed && !b->n_wrong) fputs(" (the first line begins with {, so all are read as JSON)", stderr);
     fputc('\n', stderr);
     b->n_wrong++;
 }
@@ -6458,9 +6495,10 @@ static void batch_progress(Batch *b, bool last) {
     double now = seconds();
     if (!last && now - b->shown < (terminal ? 0.2 : 10)) return;
     b->shown = now;
-    fprintf(stderr, "%s%d of %d done, %lld tokens, %.1f tokens/s", terminal ? "\r\033[K" : "", b->n_done, b->n_total,
-            b->n_tokens, (double)b->n_tokens / (now - b->start));
+    fprintf(stderr, "%s%d of %d done, %lld tokens, %.1f tokens/s", terminal ? "\r\033[K\033[?7l" : "", b->n_done,
+            b->n_total, b->n_tokens, (double)b->n_tokens / (now - b->start));
     if (b->n_wrong) fprintf(stderr, ", %d bad", b->n_wrong);
+    if (terminal) fputs("\033[?7h", stderr); // a narrow one cuts the line off and does not wrap it
     if (last || !terminal) fputs("\n", stderr);
     fflush(stderr);
 }
@@ -6524,21 +6562,33 @@ static bool same_file(const char *a, const char *b) {
     return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
+// Whether there is something by that name that is no regular file.
+static bool is_special(const char *path) {
+    struct stat status;
+    return !stat(path, &status) && !S_ISREG(status.st_mode);
+}
+
 // Read the input, and what an earlier run has written.
 static void batch_read(Batch *b, const Options *o) {
     const char *line, *suffix = o->file ? strrchr(o->file, '.') : NULL;
     size_t n;
     b->options = o;
     b->output = o->output && strcmp(o->output, "-") ? o->output : NULL;
-    if (b->output && o->file && same_file(b->output, o->file))
+    const char *input = o->file && strcmp(o->file, "-") ? o->file : "/dev/stdin";
+    if (b->output && !o->prompt && same_file(b->output, input))
         die_usage("--output: %s is the file with the prompts", b->output);
+    if (o->resume && b->output && is_special(b->output))
+        die_usage("--resume: expected a regular file as --output, got %s", b->output);
     if (o->resume && !b->output) die_usage("--resume: expected --output FILE, which an earlier run has begun");
     if (!o->prompt && !o->file && !stdin_is_redirected())
         die_usage("batch: expected prompts in --file or standard input, one a line");
     b->name = o->prompt ? "--prompt" : o->file && strcmp(o->file, "-") ? o->file : "standard input";
     b->text = read_prompt(o, true);
     for (batch_rewind(b); batch_next_line(b, &line, &n);)
-        if (b->n_total++ == 0) b->json = line[strspn(line, " \t")] == '{' || (suffix && !strcmp(suffix, ".jsonl"));
+        if (b->n_total++ == 0) b->guessed = line[strspn(line, " \t")] == '{';
+    b->json = suffix && !strncmp(suffix, ".json", 5); // .jsonl, too
+    if (b->json) b->guessed = false;
+    else b->json = b->guessed;
     int n_lines = b->line;
     b->known = alloc((size_t)n_lines + 1, sizeof *b->known, "lines");
     if (o->resume && !access(b->output, F_OK)) batch_resume(b, n_lines);

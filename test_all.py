@@ -5597,10 +5597,20 @@ def test_hostile_sessions(small, tmp_path):
 
 
 def test_session_that_cannot_be_written(chat, tmp_path):
-    """A conversation that is lost is no success."""
-    result = run(*chat.arguments, "--session", tmp_path / "none" / "file", text=b"the cat\n")
-    assert result.stdout and b"cannot write" in result.stderr
-    assert result.returncode == 1
+    """That is said before a conversation could be lost."""
+    for path in [tmp_path / "none" / "file", tmp_path, "/dev/full"]:
+        refused(1, *chat.arguments, "--session", path, naming=[path, "cannot write"], text=b"the cat\n")
+
+
+def test_saving_leaves_other_files_alone(chat, tmp_path):
+    other, saved = tmp_path / "notes.txt", tmp_path / "talk.chat"
+    other.write_text("notes")
+    saved.touch()
+    for text in [b"the cat\n/save %s\n" % bytes(other), b"the cat\n/save %s\n/save %s\n" % (bytes(saved), bytes(saved))]:
+        result = run(*chat.arguments, text=text)
+        assert (b"is not a saved conversation" in result.stderr) == (bytes(other) in text)
+    assert other.read_text() == "notes" and saved.read_bytes().startswith(b"run.chat")
+    assert sorted(tmp_path.iterdir()) == [other, saved]
 
 
 # ---- chat: on a terminal ----
@@ -7396,3 +7406,31 @@ def test_speculation_in_a_chat(chat, small, flags):
         answers, also, _ = chat(*lines, flags=[*flags, *how])
         assert [a["text"] for a in answers] == [a["text"] for a in plain] and also == messages
         assert "--lookup" in how or sum(a["drafted_tokens"] for a in answers) > 0
+
+
+# ---- what users tried ----
+
+
+def test_output_of_a_batch_is_not_its_input(small, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(b"the cat\n")
+    batch = small.arguments(small.alphabet, "-m", "batch", "-o", prompts)
+    with open(prompts, "rb") as source:
+        refused(2, *batch, naming=[prompts], stdin=source)
+    refused(2, *batch, "-f", prompts, naming=[prompts])
+    assert prompts.read_bytes() == b"the cat\n"
+    refused(2, *small.arguments(small.alphabet, "-m", "batch", "-o", "/dev/full", "--resume"), text=b"a\n", naming=["/dev/full"])
+
+
+def test_an_array_is_not_json_lines(small, tmp_path):
+    path = tmp_path / "requests.json"
+    path.write_bytes(b'[{"prompt": "a"},\n{"prompt": "b"}]\n')
+    result = run(*small.arguments(small.alphabet, "-m", "batch", "-f", path))
+    assert result.returncode == 1 and not result.stdout and b"line 1: expected {" in result.stderr
+
+
+@needs_shared
+def test_control_pieces_of_a_draft_may_be_spelled_otherwise():
+    """tok512.bin has line breaks around its <s>, the GGUF file does not."""
+    tale = MODELS / "stories260K.bin", "-z", MODELS / "tok512.bin", "-i", "Once", "-t", 0, "-n", 60
+    assert output(*tale, "--draft", MODELS / "stories260K.q4_0.gguf") == output(*tale)
