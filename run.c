@@ -1436,6 +1436,7 @@ typedef struct {
     float *turns;     // [max_rows, head_dim]        RoPE: cos and sin at each row's position
     float *logits;    // [max_logits, vocab_stride]
     int *wanted;      // [max_logits]                the rows they belong to
+    Row *rows;        // [max_rows]                  for the caller of forward to fill
     Span *spans;      // [max_rows]
     int n_wanted, n_spans;
     Scratch *scratch;             // [n_threads]
@@ -1659,6 +1660,7 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     s->in = activations_open(m, max_rows, max_int(max_int(c->dim, c->hidden_dim), q_dim(c)));
     s->logits = alloc(product((size_t)max_logits, s->vocab_stride, "logits"), sizeof(float), "logits");
     s->wanted = alloc((size_t)max_logits, sizeof *s->wanted, "session");
+    s->rows = alloc(n, sizeof *s->rows, "session");
     s->spans = alloc(n, sizeof *s->spans, "session");
     s->scratch = alloc((size_t)n_threads, sizeof *s->scratch, "session");
     for (int i = 0; i < n_threads; i++) {
@@ -1681,8 +1683,8 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
 }
 
 static void session_free(Session *s) {
-    void *all[] = {s->x,  s->q,     s->k,      s->v,      s->branch, s->gate,
-                   s->up, s->turns, s->logits, s->wanted, s->spans,  s->lost};
+    void *all[] = {s->x,     s->q,      s->k,      s->v,    s->branch, s->gate, s->up,
+                   s->turns, s->logits, s->wanted, s->rows, s->spans,  s->lost};
     activations_free(&s->in);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     for (int i = 0; i < s->n_threads; i++) free(s->scratch[i].scores);
@@ -4778,7 +4780,6 @@ typedef struct {
     Model *model;
     Tokenizer *tokenizer;
     Session *session;
-    Row *rows; // [max_rows]
     Draft *draft;
     int n_draft; // tokens to draft in a step; from the context where `draft` is NULL
     bool slides; // when the context is full
@@ -4921,14 +4922,12 @@ static int common_prefix(const Session *s, int seq, const Ids *cached, int n_cac
 // Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits. Returns false
 // where Ctrl-C came first.
 static bool prefill(Session *s, const int *ids, int n, int pos, int seq) {
-    Row *rows = alloc((size_t)s->max_rows, sizeof *rows, "rows");
     int done = 0;
     for (int count; done < n && !interrupted; done += count) {
         count = min_int(n - done, s->max_rows);
-        for (int i = 0; i < count; i++) rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
-        forward(s, rows, count);
+        for (int i = 0; i < count; i++) s->rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
+        forward(s, s->rows, count);
     }
-    free(rows);
     return done == n;
 }
 
@@ -5012,7 +5011,7 @@ static void sequence_time(Sequence *q, int made) {
     else
         for (int i = 0; i < made; i++) t->latency[t->n++ % LATENCIES] = (now - t->last) / made;
     t->last = now;
-    t->n_made += made;
+    t->n_made = q->n_made;
     t->n_steps++;
 }
 
@@ -5053,10 +5052,10 @@ static void step(Engine *e, Sequence *const *all, int n) {
             Sequence *q = all[i];
             if ((q->ids.len - q->n_cached > 1) != reading) continue;
             q->first_logits = n_logits;
-            n_logits += sequence_plan(e, q, e->rows + n_rows, s->max_rows - n_rows);
+            n_logits += sequence_plan(e, q, s->rows + n_rows, s->max_rows - n_rows);
             n_rows += q->n_rows;
         }
-    forward(s, e->rows, n_rows);
+    forward(s, s->rows, n_rows);
     e->n_rows += n_rows;
 #pragma omp parallel for num_threads(e->n_threads) schedule(dynamic) if (n > 1)
     for (int i = 0; i < n; i++)
@@ -5230,7 +5229,6 @@ static void engine_open(Engine *e, const Options *o, int n_ctx, int n_seqs, int 
     int least = n_seqs * (1 + e->n_draft), rows = max_int(least, chunk + e->n_draft);
     e->session = session_open(e->model, choose_kv_type(o, e->model), n_ctx, n_seqs, rows, scores_prompts ? rows : least,
                               e->n_threads);
-    e->rows = alloc((size_t)rows, sizeof *e->rows, "rows");
     if (o->draft) e->draft = draft_open(o, e, choose_sampling(o));
 }
 
@@ -5244,7 +5242,6 @@ static void engine_free(Engine *e) {
     }
     if (e->session) session_free(e->session);
     if (e->tokenizer) tokenizer_free(e->tokenizer);
-    free(e->rows);
     model_free(e->model);
 }
 
@@ -6328,7 +6325,7 @@ typedef struct {
     Text text;          // the input
     size_t at;          // how far it has been read,
     int line;           // and which line that is
-    bool json, guessed; // it is JSON Lines, judging by its first line
+    bool json, guessed; // it is JSON Lines; by its first line, not by its name
     bool *known;        // [lines + 1]   an earlier run has the result of this line
     FILE *out;
     Place *places; // [n_places]
@@ -6571,6 +6568,7 @@ static bool is_special(const char *path) {
 // Read the input, and what an earlier run has written.
 static void batch_read(Batch *b, const Options *o) {
     const char *line, *suffix = o->file ? strrchr(o->file, '.') : NULL;
+    bool named = suffix && !strncmp(suffix, ".json", 5); // .jsonl, too
     size_t n;
     b->options = o;
     b->output = o->output && strcmp(o->output, "-") ? o->output : NULL;
@@ -6585,10 +6583,8 @@ static void batch_read(Batch *b, const Options *o) {
     b->name = o->prompt ? "--prompt" : o->file && strcmp(o->file, "-") ? o->file : "standard input";
     b->text = read_prompt(o, true);
     for (batch_rewind(b); batch_next_line(b, &line, &n);)
-        if (b->n_total++ == 0) b->guessed = line[strspn(line, " \t")] == '{';
-    b->json = suffix && !strncmp(suffix, ".json", 5); // .jsonl, too
-    if (b->json) b->guessed = false;
-    else b->json = b->guessed;
+        if (b->n_total++ == 0) b->guessed = !named && line[strspn(line, " \t")] == '{';
+    b->json = named || b->guessed;
     int n_lines = b->line;
     b->known = alloc((size_t)n_lines + 1, sizeof *b->known, "lines");
     if (o->resume && !access(b->output, F_OK)) batch_resume(b, n_lines);

@@ -2783,30 +2783,38 @@ def test_f16_chunks_threads_and_builds(engine, half_case, half_alone, key, build
     assert same(roomy, half_alone(*key))
 
 
-@every_kv_case
-def test_f16_sequences_in_one_call(engine, half_case, half_alone, key):
-    """Four copies of the text, each at another place, 33 rows a call in any order: neighbours in the cache, which share
-    a step of two positions, are written by different calls and threads."""
-    path, _, _, tokens = half_case(*key)
+def mixed_sequences_agree(engine, case, alone, kv):
+    """Four copies of the text, each at another place, 33 rows a call in any order."""
+    path, _, _, tokens = case
     n, rng, delay = len(tokens), np.random.default_rng(8), np.array([0, 5, 40, 90])
     rows = [(t, s) for step in range(n + 90) for s in range(4) if 0 <= (t := step - delay[s]) < n]
-    with engine().session(path, n_seqs=4, threads=3, kv_type=KV_F16) as forward:
+    with engine().session(path, n_seqs=4, threads=3, kv_type=kv) as forward:
         for at in range(0, len(rows), 33):
             pos, seq = np.array(rows[at : at + 33])[rng.permutation(len(rows[at : at + 33]))].T
-            assert same(forward(tokens[pos], pos, seq), half_alone(*key)[pos])
+            assert same(forward(tokens[pos], pos, seq), alone[pos])
+
+
+def rewritten_past_agrees(engine, case, alone, kv):
+    path, _, _, tokens = case
+    with engine().session(path, threads=2, kv_type=kv) as forward:
+        forward(tokens[::-1], np.arange(N_ROWS))
+        forward(tokens[:20], np.arange(20))
+        forward(tokens[50:60], np.arange(20, 30))
+        for t in range(20, 41):  # one at a time: odd and even numbers of positions
+            assert same(forward(tokens[t : t + 1], [t]), alone[t : t + 1])
+        assert same(forward(tokens[41:], np.arange(41, N_ROWS)), alone[41:])
+
+
+@every_kv_case
+def test_f16_sequences_in_one_call(engine, half_case, half_alone, key):
+    """Neighbours in the cache, which share a step of two positions, are written by different calls and threads."""
+    mixed_sequences_agree(engine, half_case(*key), half_alone(*key), KV_F16)
 
 
 @each_kv_case
 def test_f16_past_can_be_rewritten(engine, case, half_alone, key):
     """What another text left in the second half of a step must not be seen."""
-    path, _, _, tokens = case(*key)
-    with engine().session(path, threads=2, kv_type=KV_F16) as forward:
-        forward(tokens[::-1], np.arange(N_ROWS))
-        forward(tokens[:20], np.arange(20))
-        forward(tokens[50:60], np.arange(20, 30))
-        for t in range(20, 41):  # one at a time: odd and even numbers of positions
-            assert same(forward(tokens[t : t + 1], [t]), half_alone(*key)[t : t + 1])
-        assert same(forward(tokens[41:], np.arange(41, N_ROWS)), half_alone(*key)[41:])
+    rewritten_past_agrees(engine, case(*key), half_alone(*key), KV_F16)
 
 
 #        head_dim, around the 64 elements that cache_store converts at a time and the 16 of a panel
@@ -5987,27 +5995,13 @@ def test_q8_chunks_threads_and_builds(engine, half_case, q8_alone, key, build):
 
 @every_kv_case
 def test_q8_sequences_in_one_call(engine, half_case, q8_alone, key):
-    """Four copies of the text, each at another place, 33 rows a call in any order."""
-    path, _, _, tokens = half_case(*key)
-    n, rng, delay = len(tokens), np.random.default_rng(8), np.array([0, 5, 40, 90])
-    rows = [(t, s) for step in range(n + 90) for s in range(4) if 0 <= (t := step - delay[s]) < n]
-    with engine().session(path, n_seqs=4, threads=3, kv_type=KV_Q8) as forward:
-        for at in range(0, len(rows), 33):
-            pos, seq = np.array(rows[at : at + 33])[rng.permutation(len(rows[at : at + 33]))].T
-            assert same(forward(tokens[pos], pos, seq), q8_alone(*key)[pos])
+    mixed_sequences_agree(engine, half_case(*key), q8_alone(*key), KV_Q8)
 
 
 @each_kv_case
 def test_q8_past_can_be_rewritten(engine, case, q8_alone, key):
     """What another text left, of elements and of scales, must not be seen."""
-    path, _, _, tokens = case(*key)
-    with engine().session(path, threads=2, kv_type=KV_Q8) as forward:
-        forward(tokens[::-1], np.arange(N_ROWS))
-        forward(tokens[:20], np.arange(20))
-        forward(tokens[50:60], np.arange(20, 30))
-        for t in range(20, 41):
-            assert same(forward(tokens[t : t + 1], [t]), q8_alone(*key)[t : t + 1])
-        assert same(forward(tokens[41:], np.arange(41, N_ROWS)), q8_alone(*key)[41:])
+    rewritten_past_agrees(engine, case(*key), q8_alone(*key), KV_Q8)
 
 
 def random_case(folder, net, n):
