@@ -4,39 +4,47 @@
    score, the logit, for being the next one. Drawing from these scores, appending the draw and asking again writes text.
    This file does that: it opens a checkpoint, turns a prompt into tokens, runs the transformer, samples, prints.
 
-       ./run model.bin -i "Once upon a time"
+       ./run models/stories.flat.gguf -i "Once upon a time"
 
    It needs libc, libm and, for several threads, OpenMP. `./run -h` lists the options.
 
-   MAP. The sections stand bottom-up: each calls only those above it.
+   MAP. The sections stand bottom-up: each calls only those above it. Beside each are its lines, and whether a first
+   reader must, may or need not read it.
 
-       §1  basics         errors, memory, files, the Reader through which every byte of a file passes
-       §2  number formats how weights lie in memory; how activations become int8 and bf16
-       §3  model          Config, Matrix, Layer, Model
-       §4  kernels        the matrix product: one shape of loop for every type and every instruction set
-       §5  layers         rmsnorm, softmax, rope, swiglu: the small functions of the papers
-       §6  session        what changes while running: key/value cache, activations, threads
-       §7  forward        rows in, logits out: the transformer
-       §8  packing        the number formats of files; their rows become panels
-       §9  GGUF           reading the files of the llama.cpp world
-       §10 checkpoints    llama2.c's files, flat ones; which format a file has
-       §11 words          characters, and the patterns that cut a text before BPE
-       §12 tokenizer      text to token ids and back
-       §13 vocabularies   the tokenizers of both kinds of file
-       §14 sampler        logits to the next token
-       §15 chat templates roles to ids
-       §16 terminal       a line to type into
-       §17 sequences      the loop: many texts, each a token further; drafts, scores, sliding
-       §18 generation     options and prompt in, text or JSON out
-       §19 inspection     tokenize, info, perplexity
-       §20 chat           a conversation, its commands and its file
-       §21 requests       JSON Lines in
-       §22 batch          thousands of prompts, some at a time
-       §23 bench          speed, beside the limits of the machine
-       §24 command line   one table of options drives parsing, help and man page
+       PART I: the engine
+       §1   basics           166  may       errors, memory, growing texts
+       §2   number formats   159  must      how weights lie in memory; how activations become int8 and bf16
+       §3   model            183  must      Config, Matrix, Layer, Model; the tables of tensors and architectures
+       §4   kernels          410  may       the matrix product: one shape of loop for all types and processors
+       §5   layers           134  must      rmsnorm, softmax, rope, swiglu: the small functions of the papers
+       §6   session          329  may       what changes while running: key/value cache, activations, threads
+       §7   forward          227  must      rows in, logits out: the transformer
+       §8   words            203  need not  characters, and the patterns that cut a text before BPE
+       §9   tokenizer        401  may       text to token ids and back
+       §10  sampler          222  must      logits to the next token
+       §11  sequences        360  must      the loop: many texts, each a token further; drafts, scores, sliding
 
-   In a hurry? Read §3 (what a model is), §7 (what it computes) and §17 (the loop around it). §2 to §7 are the engine;
-   what follows reads files and talks to people.
+       PART II: files
+       §12  packing          423  may       the bytes of files, their number formats; rows become panels
+       §13  GGUF             439  need not  the files of the llama.cpp world, and flat ones
+       §14  llama2.c         158  need not  its files; which format a file has
+       §15  vocabularies     208  need not  the tokenizers of both kinds of file
+
+       PART III: people
+       §16  options          165  need not  one table of what a user can ask for
+       §17  threads           79  need not  how many processors there are; memory
+       §18  chat templates   199  may       roles to ids
+       §19  terminal         261  need not  a line to type into
+       §20  JSON             182  need not  read and written
+       §21  generation       307  may       options and prompt in, text or JSON out
+       §22  inspection       187  need not  tokenize, info, perplexity
+       §23  chat             334  may       a conversation, its commands and its file
+       §24  requests         110  need not  JSON Lines in
+       §25  batch            325  may       thousands of prompts, some at a time
+       §26  bench            235  need not  speed, beside the limits of the machine
+       §27  command line     119  need not  arguments to options to a mode
+
+   In a hurry? Read §3 (what a model is), §7 (what it computes) and §11 (the loop around it).
 
    LEGEND. The same names stand in the code, the tests and the documents:
 
@@ -77,6 +85,7 @@
 #include <stdlib.h>
 #include <stdnoreturn.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -88,12 +97,8 @@
 #ifdef _OPENMP
 #include <omp.h>
 #else
-static int omp_get_thread_num(void) {
-    return 0;
-}
-static int omp_get_num_threads(void) {
-    return 1;
-}
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
 #endif
 
 #define RUN_VERSION "0.1"
@@ -101,26 +106,17 @@ static int omp_get_num_threads(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // §1 Basics
 //
-// Errors, memory, files. Two rules hold everywhere: a failure is one line on stderr that names the file or option, what
+// Errors, memory, texts. Two rules hold everywhere: a failure is one line on stderr that names the file or option, what
 // was expected and what was found, and ends the process (1: bad data or failure, 2: bad usage); and a number that comes
 // from a file or the user is checked before it sizes or indexes anything. An assert is for our own mistakes only.
-
-// Bytes of the UTF-8 character that a lead byte announces: 1 to 4; 0 for a byte that cannot begin one.
-static int utf8_length(uint8_t lead) {
-    if (lead < 0x80) return 1;
-    if (lead >= 0xC2 && lead < 0xE0) return 2;
-    if (lead >= 0xE0 && lead < 0xF0) return 3;
-    if (lead >= 0xF0 && lead < 0xF5) return 4;
-    return 0;
-}
 
 // How the n bytes at text begin: with a complete character (returns its length), with a part of one that more bytes
 // could complete (returns 0), or with neither (returns -1). Ref: Unicode 15, table 3-7.
 static int utf8_scan(const char *text, size_t n) {
     const uint8_t *b = (const uint8_t *)text;
-    int len = utf8_length(b[0]);
-    if (len == 0) return -1;
-    if (n > 1 && len > 1) { // the second byte's range excludes overlong forms, surrogates and what lies past U+10FFFF
+    int len = b[0] < 0x80 ? 1 : b[0] < 0xC2 ? 0 : b[0] < 0xE0 ? 2 : b[0] < 0xF0 ? 3 : b[0] < 0xF5 ? 4 : 0;
+    if (len == 0) return -1; // a byte that cannot begin one
+    if (n > 1 && len > 1) {  // the second byte's range excludes overlong forms, surrogates and what lies past U+10FFFF
         uint8_t low = b[0] == 0xE0 ? 0xA0 : b[0] == 0xF0 ? 0x90 : 0x80;
         uint8_t high = b[0] == 0xED ? 0x9F : b[0] == 0xF4 ? 0x8F : 0xBF;
         if (b[1] < low || b[1] > high) return -1;
@@ -172,18 +168,12 @@ __attribute__((format(printf, 1, 2))) static noreturn void die_usage(const char 
     vdie(2, format, args);
 }
 
-static int min_int(int a, int b) {
-    return a < b ? a : b;
-}
+static int min_int(int a, int b) { return a < b ? a : b; }
 
-static int max_int(int a, int b) {
-    return a > b ? a : b;
-}
+static int max_int(int a, int b) { return a > b ? a : b; }
 
 // n rounded up to a multiple of m.
-static size_t pad(size_t n, size_t m) {
-    return (n + m - 1) / m * m;
-}
+static size_t pad(size_t n, size_t m) { return (n + m - 1) / m * m; }
 
 // a * b, or death where the product leaves size_t; `what` names what is being sized.
 static size_t product(size_t a, size_t b, const char *what) {
@@ -228,6 +218,15 @@ static void show_progress(const char *what, int done, int n, double start) {
     fflush(stderr);
 }
 
+// A growing array with room for at least n elements: as it is where its `cap` is enough, else moved to a larger place.
+static void *reserve(void *array, size_t n, size_t *cap, size_t element_size, const char *what) {
+    if (n <= *cap) return array;
+    *cap = pad(n, 32) * 2;
+    void *grown = realloc(array, product(*cap, element_size, what));
+    if (!grown) die("out of memory: %s of %zu elements", what, n);
+    return grown;
+}
+
 // A growing run of bytes: a prompt, a piece of output. May hold zero bytes.
 typedef struct {
     char *data;
@@ -235,16 +234,12 @@ typedef struct {
 } Text;
 
 static void text_append(Text *t, const void *bytes, size_t n) {
-    if (n > t->cap - t->len) {
-        size_t cap = pad(t->len + n, 64) * 2;
-        char *grown = realloc(t->data, cap);
-        if (!grown) die("out of memory: a text of %zu bytes", t->len + n);
-        t->data = grown;
-        t->cap = cap;
-    }
+    t->data = reserve(t->data, t->len + n, &t->cap, 1, "a text");
     if (n) memcpy(t->data + t->len, bytes, n);
     t->len += n;
 }
+
+static void text_string(Text *t, const char *string) { text_append(t, string, strlen(string)); }
 
 __attribute__((format(printf, 2, 3))) static void text_format(Text *t, const char *format, ...) {
     va_list args;
@@ -256,209 +251,23 @@ __attribute__((format(printf, 2, 3))) static void text_format(Text *t, const cha
     text_append(t, piece, (size_t)n);
 }
 
-// Everything that a stream still holds. A text file, a pipe or standard input; `name` is for messages.
-static Text read_stream(FILE *stream, const char *name) {
-    Text text = {0};
-    char block[1 << 16];
-    size_t n;
-    while ((n = fread(block, 1, sizeof block, stream)) > 0) text_append(&text, block, n);
-    if (ferror(stream)) die("%s: cannot read: %s", name, strerror(errno));
-    return text;
-}
+// A stretch of text that lies elsewhere.
+typedef struct {
+    const char *text; // not terminated
+    size_t len;
+} String;
 
-static Text read_text_file(const char *path) {
-    if (!strcmp(path, "-")) return read_stream(stdin, "standard input");
-    FILE *stream = fopen(path, "rb");
-    if (!stream) die("%s: cannot open: %s", path, strerror(errno));
-    Text text = read_stream(stream, path);
-    fclose(stream);
-    return text;
-}
+static bool string_is(String s, const char *text) { return s.len == strlen(text) && !memcmp(s.text, text, s.len); }
 
-// A file as read-only memory.
+// How much of a string a message shows, for %.*s.
+static int shown(String s) { return s.len < 80 ? (int)s.len : 80; }
+
+// A file as read-only memory (§12).
 typedef struct {
     const char *path;
     const uint8_t *data;
     size_t size;
 } Mapping;
-
-static Mapping map_file(const char *path) {
-    int fd = open(path, O_RDONLY);
-    if (fd < 0) die("%s: cannot open: %s", path, strerror(errno));
-    struct stat status;
-    if (fstat(fd, &status)) die("%s: cannot stat: %s", path, strerror(errno));
-    if (S_ISDIR(status.st_mode)) die("%s: is a directory, expected a file", path);
-    if (!S_ISREG(status.st_mode)) die("%s: is not a regular file", path);
-    if (status.st_size == 0) die("%s: the file is empty", path);
-    Mapping file = {path, NULL, (size_t)status.st_size};
-    void *data = mmap(NULL, file.size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (data == MAP_FAILED) die("%s: cannot map %zu bytes: %s", path, file.size, strerror(errno));
-    close(fd);
-    file.data = data;
-    return file;
-}
-
-static void unmap_file(Mapping *file) {
-    if (file->data) munmap((void *)file->data, file->size);
-    file->data = NULL;
-}
-
-// The file's bytes have been turned into panels: let go of the memory that they occupy here.
-static void mapping_release(const Mapping *file, const uint8_t *data, size_t n) {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    size_t begin = pad((size_t)(data - file->data), page), end = (size_t)(data - file->data + n) / page * page;
-    if (begin < end) madvise((void *)(file->data + begin), end - begin, MADV_DONTNEED);
-}
-
-// The cursor. Whatever is read from a file goes through reader_take, which refuses to step past the end: no other code
-// needs to know how long the file is. Values may lie at any alignment, so they are copied out, never pointed at.
-typedef struct {
-    const char *path;
-    const uint8_t *data;
-    size_t size, pos;
-} Reader;
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are little-endian, and so must the machine be");
-
-static const uint8_t *reader_take(Reader *r, size_t n, const char *what) {
-    if (n > r->size - r->pos)
-        die("%s: truncated: %s needs %zu bytes at offset %zu, the file has %zu bytes", r->path, what, n, r->pos,
-            r->size);
-    const uint8_t *bytes = r->data + r->pos;
-    r->pos += n;
-    return bytes;
-}
-
-static int32_t reader_i32(Reader *r, const char *what) {
-    int32_t value;
-    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
-    return value;
-}
-
-static float reader_f32(Reader *r, const char *what) {
-    float value;
-    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
-    return value;
-}
-
-static uint32_t reader_u32(Reader *r, const char *what) {
-    return (uint32_t)reader_i32(r, what);
-}
-
-static uint64_t reader_u64(Reader *r, const char *what) {
-    uint64_t value;
-    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
-    return value;
-}
-
-static double reader_f64(Reader *r, const char *what) {
-    double value;
-    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
-    return value;
-}
-
-// n floats, copied.
-static float *reader_f32_array(Reader *r, size_t n, const char *what) {
-    const uint8_t *bytes = reader_take(r, product(n, sizeof(float), what), what);
-    return memcpy(alloc(n, sizeof(float), what), bytes, n * sizeof(float));
-}
-
-// A binary heap: the entry with the highest score on top, the lowest index among equals. The tokenizer takes its merges
-// from one, top-k its candidates: both want the best few of many in order, without sorting the many.
-typedef struct {
-    float score;
-    int index, len; // len: for the tokenizer
-} Ranked;
-
-static bool ranks_before(Ranked a, Ranked b) {
-    return a.score > b.score || (a.score == b.score && a.index < b.index);
-}
-
-static void heap_sift_down(Ranked *heap, int n, int i) {
-    Ranked moving = heap[i];
-    for (int child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && ranks_before(heap[child + 1], heap[child])) child++;
-        if (!ranks_before(heap[child], moving)) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = moving;
-}
-
-static void heap_build(Ranked *heap, int n) {
-    for (int i = n / 2 - 1; i >= 0; i--) heap_sift_down(heap, n, i);
-}
-
-static Ranked heap_pop(Ranked *heap, int *n) {
-    Ranked top = heap[0];
-    heap[0] = heap[--*n];
-    heap_sift_down(heap, *n, 0);
-    return top;
-}
-
-static void heap_push(Ranked *heap, int *n, Ranked entry) {
-    int i = (*n)++;
-    for (; i > 0 && ranks_before(entry, heap[(i - 1) / 2]); i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
-    heap[i] = entry;
-}
-
-// --- how many threads: one for each physical core that this process may use. Two threads on one core share its
-// arithmetic and only get in each other's way, and threads beyond a container's quota are stopped in mid-stride.
-
-#ifndef _OPENMP
-static int default_threads(void) {
-    return 1;
-}
-#elif defined(__linux__)
-// The first number in a small file of the kernel's, or -1.
-static long first_number(const char *path) {
-    FILE *file = fopen(path, "r");
-    long n = -1;
-    if (file && fscanf(file, "%ld", &n) != 1) n = -1;
-    if (file) fclose(file);
-    return n;
-}
-
-// Whole processors' worth of time that the control group `path` (as in /proc/self/cgroup) and those around it allow:
-// cpu.max says "200000 100000" for two, or "max 100000".
-static int cgroup_processors(char *path) {
-    int allowed = INT_MAX;
-    for (;;) {
-        char name[640];
-        long quota, period;
-        snprintf(name, sizeof name, "/sys/fs/cgroup%s/cpu.max", path);
-        FILE *file = fopen(name, "r");
-        if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && period > 0)
-            allowed = min_int(allowed, max_int(1, (int)(quota / period)));
-        if (file) fclose(file);
-        char *slash = strrchr(path, '/');
-        if (!slash) return allowed;
-        *slash = 0;
-    }
-}
-
-static int default_threads(void) {
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
-    int cores = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        if (!CPU_ISSET(cpu, &allowed)) continue;
-        char path[96]; // the list of the hardware threads of this core begins with its lowest: count each core there
-        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
-        long lowest = first_number(path);
-        if (lowest < 0 || lowest == cpu || lowest >= CPU_SETSIZE || !CPU_ISSET((int)lowest, &allowed)) cores++;
-    }
-    char group[512] = "";
-    FILE *file = fopen("/proc/self/cgroup", "r"); // the line of version 2 is "0::/path"
-    if (file && fscanf(file, "0::%511s", group) != 1) group[0] = 0;
-    if (file) fclose(file);
-    return max_int(1, min_int(cores, cgroup_processors(group)));
-}
-#else
-static int default_threads(void) {
-    return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN));
-}
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // §2 Number formats
@@ -466,7 +275,7 @@ static int default_threads(void) {
 // How numbers lie in memory. A checkpoint stores a weight matrix row by row. The kernels of §4 want to multiply one
 // activation with many weights at once, so that the lanes of a vector register are different *outputs*: then nothing is
 // ever added across lanes, and each output adds its products in the order of the columns, whatever the vector width. So
-// every matrix is rearranged while loading, 16 rows at a time, into
+// every matrix is rearranged, while loading or on export, 16 rows at a time, into
 //
 //   THE PANEL                     row 0     row 1     row 2           row 15
 //                 step 0       [ 4 bytes | 4 bytes | 4 bytes | ... | 4 bytes ]     <- one 64-byte cache line
@@ -487,12 +296,16 @@ static int default_threads(void) {
 // [panel][group][16], as f16 where the file has f16, else as f32: nothing is lost. Activations are quantised on the
 // fly in blocks of 32 (quantize_block).
 
-typedef enum { F32, F16, BF16, I8, I4 } Type;
+typedef enum { F32, F16, BF16, I8, I4, N_TYPES } Type;
 
-static const char *type_name(Type type) {
-    static const char *const names[] = {"f32", "f16", "bf16", "int8", "int4"};
-    return names[type];
-}
+static const struct {
+    const char *name;
+    int columns; // in a 4-byte step
+} types[N_TYPES] = {{"f32", 1}, {"f16", 2}, {"bf16", 2}, {"int8", 4}, {"int4", 8}};
+
+static const char *type_name(Type type) { return types[type].name; }
+static int step_columns(Type type) { return types[type].columns; }
+static bool is_quantized(Type type) { return type == I8 || type == I4; }
 
 enum {
     PANEL = 16, // rows in a panel
@@ -533,9 +346,7 @@ static uint16_t f16_from_float(float f) {
 }
 
 // bfloat16 is the upper half of a float.
-static float float_from_bf16(uint16_t half) {
-    return float_from_bits((uint32_t)half << 16);
-}
+static float float_from_bf16(uint16_t half) { return float_from_bits((uint32_t)half << 16); }
 
 // Rounds to the nearest bfloat16, ties to even.
 static uint16_t bf16_from_float(float f) {
@@ -553,7 +364,7 @@ static inline uint32_t load_u32(const void *p) {
 
 // Rows of activations, ready to be multiplied: as floats; rounded to bf16 where the model has such matrices; and as
 // int8 where it has quantised ones. The kernels meet 6 rows at a time, so the int8 lie in strips of 6 rows: what they
-// need next to each other lies next to each other. (A row that is alone is a strip of 1, and stays in the fastest cache.)
+// need together lies together. (A row that is alone is a strip of 1, and stays in the fastest cache.)
 typedef struct {
     size_t stride;   // elements from one row to the next, a multiple of BLOCK
     int strip;       // rows in a strip, STRIP or 1
@@ -621,10 +432,8 @@ static void prepare_row(const Activations *x, int row, int cols) {
 // §3 Model
 //
 // What a model is: a Config of hyperparameters, and for every layer four matrices for attention, three for the
-// feed-forward and two norms. A Model never changes after loading; everything that does is in the Session (§6).
-//
-// A loader turns a file into a Model. It reads the header, checks that everything the header promises lies in the file,
-// and rearranges each matrix into panels on all threads. Nothing downstream knows which format it was.
+// feed-forward and two norms. A Model never changes once it is loaded; everything that does is in the Session (§6).
+// Part II turns files into Models; nothing that Part I computes depends on the kind of file.
 
 // W: [rows, cols], as panels. y = W x is what every matrix does.
 typedef struct {
@@ -649,7 +458,6 @@ typedef struct {
     RopeScaling rope_scaling;
     double rope_factor; // by which the context was stretched
     int rope_n_ctx;     // context before stretching
-    bool rope_halves;   // the file turns pairs (i, i + head_dim / 2): q and k are rearranged while loading
 } Config;
 
 typedef struct {
@@ -675,55 +483,99 @@ typedef struct {
     bool any_bf16;              // some matrix wants them as bf16
     bool counts_prompt;         // llama2.c: -n counts the prompt's tokens too
     int n_threads;              // for loading
-    Mapping file;               // flat checkpoints: what all pointers above point into; else empty
+    Mapping file;               // flat checkpoints: the matrices lie in it; else empty
 } Model;
 
-static int q_dim(const Config *c) {
-    return c->n_heads * c->head_dim;
+static int q_dim(const Config *c) { return c->n_heads * c->head_dim; }
+static int kv_dim(const Config *c) { return c->n_kv_heads * c->head_dim; }
+
+// --- the tables: which tensors a model may have, and which architectures there are
+
+typedef enum { VECTOR, VOCAB, DIM, HIDDEN, Q_DIM, KV_DIM, HEAD, HALF_HEAD } Dim;
+
+enum {
+    OPTIONAL = 1, // a model may lack it
+    TURNS = 2     // RoPE turns its rows, or what it is added to or multiplied with
+};
+
+typedef struct {
+    const char *name;  // in a GGUF file; in a layer, after "blk.N."
+    const char *field; // of Model or Layer, and
+    size_t at;         // where in it: a Matrix, or a pointer to the floats of a vector
+    bool in_layer;
+    Dim rows, cols; // rows: VECTOR where it is one
+    int flags;
+} Tensor;
+
+#define IN_MODEL(field) #field, offsetof(Model, field), false
+#define IN_LAYER(field) #field, offsetof(Layer, field), true
+static const Tensor tensors[] = {
+    {"token_embd.weight", IN_MODEL(embed), VOCAB, DIM, 0},
+    {"attn_norm.weight", IN_LAYER(attn_norm), VECTOR, DIM, 0},
+    {"attn_q.weight", IN_LAYER(q), Q_DIM, DIM, TURNS},
+    {"attn_k.weight", IN_LAYER(k), KV_DIM, DIM, TURNS},
+    {"attn_v.weight", IN_LAYER(v), KV_DIM, DIM, 0},
+    {"attn_output.weight", IN_LAYER(o), DIM, Q_DIM, 0},
+    {"attn_q.bias", IN_LAYER(q_bias), VECTOR, Q_DIM, TURNS | OPTIONAL},
+    {"attn_k.bias", IN_LAYER(k_bias), VECTOR, KV_DIM, TURNS | OPTIONAL},
+    {"attn_v.bias", IN_LAYER(v_bias), VECTOR, KV_DIM, OPTIONAL},
+    {"attn_output.bias", IN_LAYER(o_bias), VECTOR, DIM, OPTIONAL},
+    {"attn_q_norm.weight", IN_LAYER(q_norm), VECTOR, HEAD, TURNS | OPTIONAL},
+    {"attn_k_norm.weight", IN_LAYER(k_norm), VECTOR, HEAD, TURNS | OPTIONAL},
+    {"ffn_norm.weight", IN_LAYER(ffn_norm), VECTOR, DIM, 0},
+    {"ffn_gate.weight", IN_LAYER(gate), HIDDEN, DIM, 0},
+    {"ffn_up.weight", IN_LAYER(up), HIDDEN, DIM, 0},
+    {"ffn_down.weight", IN_LAYER(down), DIM, HIDDEN, 0},
+    {"output_norm.weight", IN_MODEL(final_norm), VECTOR, DIM, 0},
+    {"output.weight", IN_MODEL(output), VOCAB, DIM, OPTIONAL},
+    {"rope_freqs.weight", IN_MODEL(rope_divisors), VECTOR, HALF_HEAD, OPTIONAL},
+};
+enum { N_TENSORS = sizeof tensors / sizeof *tensors };
+
+// What the name of an architecture in a GGUF file means.
+typedef struct {
+    const char *name;
+    bool turns_halves; // RoPE turns pairs (i, i + head_dim / 2) there: loading, or export, makes them neighbours
+} Architecture;
+
+static const Architecture architectures[] = {{"llama", false}, {"qwen2", true}, {"qwen3", true}};
+enum { N_ARCHITECTURES = sizeof architectures / sizeof *architectures };
+
+static int dim_of(const Config *c, Dim dim) {
+    const int dims[] = {1, c->vocab_size, c->dim, c->hidden_dim, q_dim(c), kv_dim(c), c->head_dim, c->head_dim / 2};
+    return dims[dim];
 }
 
-static int kv_dim(const Config *c) {
-    return c->n_kv_heads * c->head_dim;
+// Every row t of the table, for every layer l of the model where layers have it.
+#define EACH_TENSOR(m, t, l) \
+    for (const Tensor *t = tensors; t < tensors + N_TENSORS; t++) \
+        for (int l = 0; l < tensor_copies(m, t); l++)
+
+static int tensor_copies(const Model *m, const Tensor *t) { return t->in_layer ? m->config.n_layers : 1; }
+
+// The field that a tensor goes to: a Matrix, or a const float *.
+static void *tensor_field(const Model *m, const Tensor *t, int layer) {
+    return (char *)(t->in_layer ? (void *)&m->layers[layer] : (void *)m) + t->at;
 }
 
-static bool is_quantized(Type type) {
-    return type == I8 || type == I4;
+static Matrix *tensor_matrix(const Model *m, const Tensor *t, int layer) {
+    return t->rows == VECTOR ? NULL : tensor_field(m, t, layer);
 }
 
 // --- matrices
 
-static size_t matrix_panels(const Matrix *w) {
-    return ((size_t)w->rows + PANEL - 1) / PANEL;
-}
-
-// Columns in a 4-byte step.
-static int step_columns(Type type) {
-    return type == F32 ? 1 : type == I8 ? 4 : type == I4 ? 8 : 2;
-}
+static size_t matrix_panels(const Matrix *w) { return ((size_t)w->rows + PANEL - 1) / PANEL; }
 
 // 4-byte words from one panel to the next.
-static size_t panel_words(const Matrix *w) {
-    return (size_t)(w->cols / step_columns(w->type)) * PANEL;
-}
+static size_t panel_words(const Matrix *w) { return (size_t)(w->cols / step_columns(w->type)) * PANEL; }
 
 // Scales (or minima) from one panel to the next.
-static size_t panel_scales(const Matrix *w) {
-    return is_quantized(w->type) ? (size_t)(w->cols / w->group) * PANEL : 0;
-}
+static size_t panel_scales(const Matrix *w) { return is_quantized(w->type) ? (size_t)(w->cols / w->group) * PANEL : 0; }
 
-static size_t scale_bytes(const Matrix *w) {
-    return w->scale_type == F16 ? 2 : 4;
-}
+static size_t scale_bytes(const Matrix *w) { return w->scale_type == F16 ? 2 : 4; }
 
 static size_t matrix_bytes(const Matrix *w) {
     return matrix_panels(w) * (panel_words(w) * 4 + panel_scales(w) * scale_bytes(w) * (w->mins ? 2 : 1));
-}
-
-static void matrix_free(Matrix *w) {
-    size_t n = matrix_panels(w);
-    free_pages((void *)w->panels, n, panel_words(w) * 4);
-    free_pages((void *)w->scales, n, panel_scales(w) * scale_bytes(w));
-    free_pages((void *)w->mins, n, panel_scales(w) * scale_bytes(w));
 }
 
 static float load_scale(const Matrix *w, const void *array, size_t at) {
@@ -749,42 +601,14 @@ static void matrix_row(float *out, const Matrix *w, int row) {
     }
 }
 
-enum { LAYER_MATRICES = 7 };
-
-// Matrix i of a layer, in the order of their use.
-static Matrix *layer_matrix(const Model *m, int layer, int i) {
-    Layer *a = &m->layers[layer];
-    Matrix *all[LAYER_MATRICES] = {&a->q, &a->k, &a->v, &a->o, &a->gate, &a->up, &a->down};
-    return all[i];
-}
-
 // Everything that a decoded token has to read: all matrices but the embedding, of which it reads one row.
 static size_t model_bytes_per_token(const Model *m) {
-    size_t bytes = matrix_bytes(&m->output);
-    for (int l = 0; l < m->config.n_layers; l++)
-        for (int i = 0; i < LAYER_MATRICES; i++) bytes += matrix_bytes(layer_matrix(m, l, i));
+    size_t bytes = 0;
+    EACH_TENSOR(m, t, l) {
+        const Matrix *w = tensor_matrix(m, t, l);
+        if (w && w != &m->embed) bytes += matrix_bytes(w);
+    }
     return bytes;
-}
-
-static void model_free(Model *m) {
-    bool flat = m->file.data != NULL; // then everything below lies in the file
-    for (int l = 0; l < m->config.n_layers && !flat; l++) {
-        const Layer *a = &m->layers[l];
-        for (int i = 0; i < LAYER_MATRICES; i++) matrix_free(layer_matrix(m, l, i));
-        const float *vectors[] = {a->attn_norm, a->ffn_norm, a->q_bias, a->k_bias,
-                                  a->v_bias,    a->o_bias,   a->q_norm, a->k_norm};
-        for (size_t i = 0; i < sizeof vectors / sizeof *vectors; i++) free((void *)vectors[i]);
-    }
-    if (!flat) {
-        if (!m->tied) matrix_free(&m->output);
-        matrix_free(&m->embed);
-        free((void *)m->final_norm);
-        free((void *)m->rope_divisors);
-    }
-    unmap_file(&m->file);
-    free(m->rope_freqs);
-    free(m->layers);
-    free(m);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -805,8 +629,9 @@ static void model_free(Model *m) {
 // column of float weights; for each block of quantised ones, whose columns are summed in integers, exactly. So the
 // result is the same for 1 row or 500, and on every instruction set.
 //
-// A Floats or Ints is a vector register of LANES outputs. What is done with them is written down first in plain C; an
-// instruction set replaces these primitives, and nothing else: only here is code for a particular processor.
+// A Floats or Ints is a vector register of LANES outputs: a vector type of gcc and clang, on which C's operators work
+// lane by lane. For what has no operator there is plain C first; an instruction set replaces these few functions, and
+// nothing else: only here is code for a particular processor.
 
 // a * b + c, rounded once. A build for x86 processors without FMA rounds twice (doc/numerics.md).
 static inline float fma1(float a, float b, float c) {
@@ -817,180 +642,122 @@ static inline float fma1(float a, float b, float c) {
 #endif
 }
 
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
 #if defined(RUN_PLAIN) || \
     !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) || defined(__ARM_FEATURE_DOTPROD))
-enum { LANES = 16, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
-typedef struct {
-    float lane[LANES];
-} Floats;
-typedef struct {
-    int32_t lane[LANES];
-} Ints;
+enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+#define UNROLL // here the compiler knows better
 #define EACH_LANE for (int i = 0; i < LANES; i++)
-#define RETURN_LANES(type, value) \
-    type result; \
-    EACH_LANE result.lane[i] = value; \
-    return result
-static inline Floats floats_load(const float *p) {
-    RETURN_LANES(Floats, p[i]);
+ALWAYS_INLINE Floats floats_fma(Floats a, Floats b, Floats c) {
+    EACH_LANE c[i] = fma1(a[i], b[i], c[i]);
+    return c;
 }
-static inline Floats floats_load_f16(const uint16_t *p) {
-    RETURN_LANES(Floats, float_from_f16(p[i]));
-}
-static inline void floats_store(float *p, Floats v) {
-    EACH_LANE p[i] = v.lane[i];
-}
-static inline void floats_store_f16(uint16_t *p, Floats v) {
-    EACH_LANE p[i] = f16_from_float(v.lane[i]);
-}
-static inline Floats floats_set(float x) {
-    RETURN_LANES(Floats, x);
-}
-static inline Floats floats_mul(Floats a, Floats b) {
-    RETURN_LANES(Floats, a.lane[i] * b.lane[i]);
-}
-static inline Floats floats_fma(Floats a, Floats b, Floats c) {
-    RETURN_LANES(Floats, fma1(a.lane[i], b.lane[i], c.lane[i]));
-}
-static inline Floats floats_from_ints(Ints v) {
-    RETURN_LANES(Floats, (float)v.lane[i]);
-}
-static inline Floats floats_from_bits(Ints v) { // the same bits
-    RETURN_LANES(Floats, float_from_bits((uint32_t)v.lane[i]));
-}
-static inline Ints ints_load(const void *p) {
-    Ints v;
-    memcpy(&v, p, sizeof v);
+ALWAYS_INLINE Floats floats_load_f16(const uint16_t *p) {
+    Floats v = {0};
+    EACH_LANE v[i] = float_from_f16(p[i]);
     return v;
 }
-static inline Ints ints_set(int32_t x) {
-    RETURN_LANES(Ints, x);
-}
-// Of each 4-byte step: the lower and upper half, as f16 or bf16, to floats.
-static inline Floats floats_from_f16_low(Ints v) {
-    RETURN_LANES(Floats, float_from_f16((uint16_t)v.lane[i]));
-}
-static inline Floats floats_from_f16_high(Ints v) {
-    RETURN_LANES(Floats, float_from_f16((uint16_t)((uint32_t)v.lane[i] >> 16)));
-}
-static inline Floats floats_from_bf16_low(Ints v) {
-    RETURN_LANES(Floats, float_from_bits((uint32_t)v.lane[i] << 16));
-}
-static inline Floats floats_from_bf16_high(Ints v) {
-    RETURN_LANES(Floats, float_from_bits((uint32_t)v.lane[i] & 0xffff0000));
-}
-// Of each byte: the low and high 4 bits.
-static inline Ints ints_low_nibbles(Ints v) {
-    RETURN_LANES(Ints, v.lane[i] & 0x0f0f0f0f);
-}
-static inline Ints ints_high_nibbles(Ints v) {
-    RETURN_LANES(Ints, v.lane[i] >> 4 & 0x0f0f0f0f);
+ALWAYS_INLINE void floats_store_f16(uint16_t *p, Floats v) { EACH_LANE p[i] = f16_from_float(v[i]); }
+// The lower f16 of each 4-byte step, as floats.
+ALWAYS_INLINE Floats floats_from_f16_low(Ints v) {
+    Floats f = {0};
+    EACH_LANE f[i] = float_from_f16((uint16_t)v[i]);
+    return f;
 }
 // acc += the dot product of the 4 int8 of w and the 4 of x that each lane holds.
-static inline Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
+ALWAYS_INLINE Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
     const int8_t *a = (const int8_t *)&w, *b = (const int8_t *)&x;
-    EACH_LANE for (int j = 0; j < 4; j++) acc.lane[i] += a[4 * i + j] * b[4 * i + j];
+    EACH_LANE for (int j = 0; j < 4; j++) acc[i] += a[4 * i + j] * b[4 * i + j];
     return acc;
 }
 #define ints_dot_nibbles ints_dot_int8
-#define ints_as_int8(v) (v)
 
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
-enum { LANES = 16, TILE_PANELS = 2, TILE_ROWS = 6, FLOAT_ROWS = 12 };
-typedef __m512 Floats;
-typedef __m512i Ints;
-#define floats_load(p) _mm512_loadu_ps(p)
-#define floats_load_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define floats_store(p, v) _mm512_storeu_ps(p, v)
-#define floats_store_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define floats_set(x) _mm512_set1_ps(x)
-#define floats_mul(a, b) _mm512_mul_ps(a, b)
-#define floats_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define floats_from_ints(v) _mm512_cvtepi32_ps(v)
-#define floats_from_bits(v) _mm512_castsi512_ps(v)
-#define ints_load(p) _mm512_loadu_si512(p)
-#define ints_set(x) _mm512_set1_epi32(x)
-#define floats_from_f16_low(v) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(v))
-#define floats_from_f16_high(v) _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)))
-#define floats_from_bf16_low(v) _mm512_castsi512_ps(_mm512_slli_epi32(v, 16))
-#define floats_from_bf16_high(v) _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)))
-#define ints_low_nibbles(v) _mm512_and_si512(v, _mm512_set1_epi8(15))
-#define ints_high_nibbles(v) _mm512_and_si512(_mm512_srli_epi32(v, 4), _mm512_set1_epi8(15))
 // vpdpbusd multiplies unsigned by signed bytes. XOR 0x80 turns an int8 w into w + 128, so that the dot product comes
 // out too large by 128 * sum(x): it starts at minus that.
-enum { DOT_OFFSET = 128 };
-#define ints_as_int8(v) _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80))
-#define ints_dot_int8(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
-#define ints_dot_nibbles(acc, w, x) _mm512_dpbusd_epi32(acc, w, x)
+enum { LANES = 16, TILE_PANELS = 2, TILE_ROWS = 6, FLOAT_ROWS = 12, DOT_OFFSET = 128 };
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+#define floats_fma(a, b, c) (Floats) _mm512_fmadd_ps(a, b, c)
+#define floats_load_f16(p) (Floats) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define floats_store_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define floats_from_f16_low(v) (Floats) _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(v)))
+#define ints_dot_int8(acc, w, x) (Ints) _mm512_dpbusd_epi32((__m512i)(acc), (__m512i)(w), (__m512i)(x))
+#define ints_dot_nibbles ints_dot_int8
 #ifdef __AVX512BF16__
-#define floats_dot_bf16(acc, w, x) _mm512_dpbf16_ps(acc, (__m512bh)(w), (__m512bh)(x))
+#define floats_dot_bf16(acc, w, x) (Floats) _mm512_dpbf16_ps(acc, (__m512bh)(w), (__m512bh)(x))
 #endif
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
 enum { LANES = 8, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
-typedef __m256 Floats;
-typedef __m256i Ints;
-#define floats_load(p) _mm256_loadu_ps((const float *)(p))
-#define floats_load_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#define floats_store(p, v) _mm256_storeu_ps(p, v)
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+#define floats_fma(a, b, c) (Floats) _mm256_fmadd_ps(a, b, c)
+#define floats_load_f16(p) (Floats) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define floats_store_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
-#define floats_set(x) _mm256_set1_ps(x)
-#define floats_mul(a, b) _mm256_mul_ps(a, b)
-#define floats_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define floats_from_ints(v) _mm256_cvtepi32_ps(v)
-#define floats_from_bits(v) _mm256_castsi256_ps(v)
-#define ints_load(p) _mm256_loadu_si256((const __m256i *)(p))
-#define ints_set(x) _mm256_set1_epi32(x)
-static inline Floats floats_from_f16_low(Ints v) { // gather the low halves of 8 words into 8 neighbouring halves
-    __m256i low = _mm256_blend_epi16(v, _mm256_setzero_si256(), 0xAA);
+ALWAYS_INLINE Floats floats_from_f16_low(Ints v) { // gather the low halves of 8 words into 8 neighbouring halves
+    __m256i low = _mm256_blend_epi16((__m256i)v, _mm256_setzero_si256(), 0xAA);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
     return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
-#define floats_from_f16_high(v) floats_from_f16_low(_mm256_srli_epi32(v, 16))
-#define floats_from_bf16_low(v) _mm256_castsi256_ps(_mm256_slli_epi32(v, 16))
-#define floats_from_bf16_high(v) _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)))
-#define ints_low_nibbles(v) _mm256_and_si256(v, _mm256_set1_epi8(15))
-#define ints_high_nibbles(v) _mm256_and_si256(_mm256_srli_epi32(v, 4), _mm256_set1_epi8(15))
-#define ints_as_int8(v) (v)
-// maddubs, too, wants unsigned times signed bytes, and sums pairs in 16 bits: 2 * 128 * 127 fits. int8: |w| and x with
-// the sign of w.
-static inline Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+// maddubs multiplies unsigned by signed bytes, and sums pairs in 16 bits: 2 * 128 * 127 fits. int8: |w| and x with the
+// sign of w.
+ALWAYS_INLINE Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
+    return acc + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
 }
-#define ints_dot_int8(acc, w, x) ints_dot_nibbles(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+ALWAYS_INLINE Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
+    return ints_dot_nibbles(acc, (Ints)_mm256_abs_epi8((__m256i)w), (Ints)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+}
 
 #else // NEON with dot products (ARMv8.2)
 #include <arm_neon.h>
 enum { LANES = 4, TILE_PANELS = 1, TILE_ROWS = 3, FLOAT_ROWS = 6, DOT_OFFSET = 0 };
-typedef float32x4_t Floats;
-typedef int32x4_t Ints;
-#define floats_load(p) vld1q_f32((const float *)(p))
-#define floats_load_f16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
-#define floats_store(p, v) vst1q_f32(p, v)
-#define floats_store_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
-#define floats_set(x) vdupq_n_f32(x)
-#define floats_mul(a, b) vmulq_f32(a, b)
-#define floats_fma(a, b, c) vfmaq_f32(c, a, b)
-#define floats_from_ints(v) vcvtq_f32_s32(v)
-#define floats_from_bits(v) vreinterpretq_f32_s32(v)
-#define ints_load(p) vld1q_s32((const int32_t *)(p))
-#define ints_set(x) vdupq_n_s32(x)
-#define floats_from_f16_low(v) vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(v)))
-#define floats_from_f16_high(v) vcvt_f32_f16(vreinterpret_f16_s16(vshrn_n_s32(v, 16)))
-#define floats_from_bf16_low(v) vreinterpretq_f32_s32(vshlq_n_s32(v, 16))
-#define floats_from_bf16_high(v) vreinterpretq_f32_s32(vandq_s32(v, vdupq_n_s32((int)0xffff0000)))
-#define ints_low_nibbles(v) vandq_s32(v, vdupq_n_s32(0x0f0f0f0f))
-#define ints_high_nibbles(v) vandq_s32(vshrq_n_s32(v, 4), vdupq_n_s32(0x0f0f0f0f))
-#define ints_as_int8(v) (v)
-#define ints_dot_int8(acc, w, x) vdotq_s32(acc, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+#define floats_fma(a, b, c) (Floats) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#define floats_load_f16(p) (Floats) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
+#define floats_store_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)(v))))
+#define floats_from_f16_low(v) (Floats) vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32((int32x4_t)(v))))
+#define ints_dot_int8(acc, w, x) (Ints) vdotq_s32((int32x4_t)(acc), (int8x16_t)(w), (int8x16_t)(x))
 #define ints_dot_nibbles ints_dot_int8
 #endif
 
+ALWAYS_INLINE Ints ints_load(const void *p) {
+    Ints v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+ALWAYS_INLINE Floats floats_load(const void *p) { return (Floats)ints_load(p); }
+
+ALWAYS_INLINE void floats_store(float *p, Floats v) { memcpy(p, &v, sizeof v); }
+
+// All lanes x. (Minus zero changes nothing, not even the sign of another zero.)
+ALWAYS_INLINE Floats floats_set(float x) { return x - (Floats){0}; }
+
+ALWAYS_INLINE Ints ints_set(int32_t x) { return x - (Ints){0}; }
+
 // All lanes the 4 bytes at p.
-#define ints_splat(p) ints_set((int32_t)load_u32(p))
-#define floats_splat(p) floats_set(float_from_bits(load_u32(p)))
+ALWAYS_INLINE Ints ints_splat(const void *p) { return ints_set((int32_t)load_u32(p)); }
+
+ALWAYS_INLINE Floats floats_splat(const void *p) { return (Floats)ints_splat(p); }
+
+ALWAYS_INLINE Floats floats_from_ints(Ints v) { return __builtin_convertvector(v, Floats); }
+
+// acc += the dot product of the 2 bf16 of w and the 2 of x that each lane holds, the higher column first: so does
+// vdpbf16ps. A product of two bf16, which are the upper halves of floats, is exact as a float; each addition rounds.
+#ifndef floats_dot_bf16
+ALWAYS_INLINE Floats floats_dot_bf16(Floats acc, Ints w, Ints x) {
+    const int32_t upper = (int32_t)0xffff0000;
+    acc = floats_fma((Floats)(w & upper), (Floats)(x & upper), acc);
+    return floats_fma((Floats)(w << 16), (Floats)(x << 16), acc);
+}
+#endif
 
 enum { PANEL_VECTORS = PANEL / LANES, TILE_VECTORS = TILE_PANELS * PANEL_VECTORS, AHEAD = 96 };
 
@@ -999,36 +766,11 @@ static inline size_t vector_offset(int v, size_t panel) {
     return (size_t)(v / PANEL_VECTORS) * panel + (size_t)(v % PANEL_VECTORS) * LANES;
 }
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#ifndef UNROLL
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define EACH_ROW UNROLL for (int r = 0; r < n_rows; r++)
 #define EACH_VECTOR UNROLL for (int v = 0; v < n_panels * PANEL_VECTORS; v++)
-
-// acc += the dot product of the 2 bf16 of w and the 2 of x that each lane holds, the higher column first: so does
-// vdpbf16ps. A product of two bf16 is exact as a float; each addition rounds.
-#ifndef floats_dot_bf16
-#define floats_dot_bf16(acc, w, x) \
-    floats_fma(floats_from_bf16_low(w), floats_from_bf16_low(x), \
-               floats_fma(floats_from_bf16_high(w), floats_from_bf16_high(x), acc))
-#endif
-
-// Weights come from memory, and a processor's own prefetching ends where a page of 4 KB ends: each page would begin with
-// a wait. So a tile asks for weights some steps before it needs them. Where the rows take several tiles, only the first
-// would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
-typedef struct {
-    size_t steps;    // how far ahead: AHEAD where one tile takes all rows
-    int turn, tiles; // each asks for every tiles-th block, and begins one behind the tile before it
-} Ahead;
-
-static inline Ahead look_ahead(int row, int tile_rows, int n_rows, size_t steps_of_panels) {
-    int tiles = (n_rows + tile_rows - 1) / tile_rows;
-    return (Ahead){tiles == 1 ? AHEAD : steps_of_panels, row / tile_rows, tiles};
-}
-
-// Asks for the lines that a tile will write. Otherwise these writes wait for memory, and everything behind them.
-ALWAYS_INLINE void prefetch_outputs(int n_panels, int n_rows, const float *y, size_t y_stride) {
-    EACH_ROW EACH_VECTOR __builtin_prefetch(y + (size_t)r * y_stride + vector_offset(v, PANEL), 1);
-}
 
 // Float weights as a tile sees them. Attention uses it too: a cache of keys is a matrix, and so is a cache of values.
 typedef struct {
@@ -1039,35 +781,64 @@ typedef struct {
     ptrdiff_t ahead; // words to what one tile alone will want next
 } FloatPanels;
 
-// One tile of float weights: y[r] = W x[r] for n_rows rows and n_panels panels. These and the type are constants where
-// it is inlined, so that acc is registers. x: floats, or pairs of bf16 for BF16. All strides are in 4-byte words.
-ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, FloatPanels p, Ahead ahead, const void *x,
-                              size_t x_stride, float *y, size_t y_stride) {
+// What a tile multiplies, and where the result goes: y[r] = W x[r]
+typedef struct {
+    FloatPanels floats;    // float weights, and their
+    const void *x;         // rows of floats, or of pairs of bf16 for BF16,
+    size_t x_stride;       // so many 4-byte words apart
+    const Matrix *w;       // quantised weights: the matrix,
+    size_t first_panel;    // where in it the tile begins,
+    const Activations *in; // and the rows of x
+    float *y;
+    size_t y_stride;
+    int row; // the first row of x and y, in the tile
+    // Weights come from memory, and a processor's own prefetching ends where a page of 4 KB ends: each page would begin
+    // with a wait. So a tile asks for weights some steps before it needs them. Where the rows take several tiles, only
+    // the first would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
+    size_t steps_ahead; // AHEAD where one tile takes all rows
+    int turn, tiles;    // each asks for every tiles-th block, and begins one later than the tile before it
+} Tile;
+
+static inline float *tile_row(const Tile *t, int r) { return t->y + (size_t)(t->row + r) * t->y_stride; }
+
+// Asks for the lines that a tile will write. Otherwise these writes wait for memory, and everything after them.
+ALWAYS_INLINE void prefetch_outputs(int n_panels, int n_rows, const Tile *t) {
+    EACH_ROW EACH_VECTOR __builtin_prefetch(tile_row(t, r) + vector_offset(v, PANEL), 1);
+}
+
+// One tile of float weights. n_panels, n_rows and the type are constants where it is inlined, so that acc is registers.
+ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, const Tile *t) {
+    const FloatPanels p = t->floats;
+    const uint32_t *w = p.w;
+    const size_t x_stride = t->x_stride;
+    const char *x = (const char *)t->x + 4 * (size_t)t->row * x_stride;
     Floats acc[FLOAT_ROWS][TILE_VECTORS];
     EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
-    prefetch_outputs(n_panels, n_rows, y, y_stride);
-    int turn = ahead.turn;
-    for (int k = 0; k < p.cols; k += step_columns(type), p.w += p.step) {
+    prefetch_outputs(n_panels, n_rows, t);
+    const int tiles = t->tiles;
+    const ptrdiff_t ahead = tiles == 1 ? p.ahead : (ptrdiff_t)(t->steps_ahead * p.step);
+    int turn = t->turn;
+    for (int k = 0; k < p.cols; k += step_columns(type), w += p.step) {
         Ints step[TILE_VECTORS];
-        turn = turn ? turn - 1 : ahead.tiles - 1;
+        turn = turn ? turn - 1 : tiles - 1;
         EACH_VECTOR {
-            const uint32_t *at = p.w + vector_offset(v, p.panel);
-            if (turn == 0) __builtin_prefetch(ahead.tiles == 1 ? at + p.ahead : at + ahead.steps * p.step);
+            const uint32_t *at = w + vector_offset(v, p.panel);
+            if (turn == 0) __builtin_prefetch(at + ahead);
             step[v] = ints_load(at);
         }
         EACH_ROW {
-            const char *xk = (const char *)x + 4 * ((size_t)r * x_stride + (size_t)(type == BF16 ? k / 2 : k));
+            const char *xk = x + 4 * ((size_t)r * x_stride + (size_t)(type == BF16 ? k / 2 : k));
             EACH_VECTOR {
-                if (type == F32) acc[r][v] = floats_fma(floats_from_bits(step[v]), floats_splat(xk), acc[r][v]);
+                if (type == F32) acc[r][v] = floats_fma((Floats)step[v], floats_splat(xk), acc[r][v]);
                 if (type == BF16) acc[r][v] = floats_dot_bf16(acc[r][v], step[v], ints_splat(xk));
                 if (type == F16) {
                     acc[r][v] = floats_fma(floats_from_f16_low(step[v]), floats_splat(xk), acc[r][v]);
-                    acc[r][v] = floats_fma(floats_from_f16_high(step[v]), floats_splat(xk + 4), acc[r][v]);
+                    acc[r][v] = floats_fma(floats_from_f16_low(step[v] >> 16), floats_splat(xk + 4), acc[r][v]);
                 }
             }
         }
     }
-    EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
+    EACH_ROW EACH_VECTOR floats_store(tile_row(t, r) + vector_offset(v, PANEL), acc[r][v]);
 }
 
 // Scales or minima of one vector.
@@ -1076,62 +847,68 @@ ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) 
                                 : floats_load((const float *)array + at);
 }
 
+// Asks for the next block of panels, and for its scales.
+ALWAYS_INLINE void prefetch_block(int n_panels, int steps, const Tile *t, const int32_t *step, size_t scale_at) {
+    const Matrix *w = t->w;
+    const size_t scales_ahead = t->steps_ahead * (size_t)step_columns(w->type) / (size_t)w->group * PANEL;
+    EACH_VECTOR {
+        for (int i = 0; i < steps; i++)
+            __builtin_prefetch(step + vector_offset(v, panel_words(w)) + (t->steps_ahead + (size_t)i) * PANEL);
+        size_t at = (scale_at + vector_offset(v, panel_scales(w)) + scales_ahead) * scale_bytes(w);
+        __builtin_prefetch((const char *)w->scales + at);
+        if (w->mins) __builtin_prefetch((const char *)w->mins + at);
+    }
+}
+
+// dot[r][v] += the products, in integers, of a block of weights, whose steps begin at `step`, and the rows' words q
+ALWAYS_INLINE void dot_block(int n_panels, int n_rows, int strip, Type type, int block, size_t panel,
+                             const int32_t *step, const int32_t *q, Ints dot[TILE_ROWS][TILE_VECTORS]) {
+    UNROLL for (int i = 0; i < block; i += step_columns(type), step += PANEL, q += step_columns(type) / 4 * strip) {
+        Ints low[TILE_VECTORS], high[TILE_VECTORS];
+        EACH_VECTOR {
+            Ints words = ints_load(step + vector_offset(v, panel));
+            low[v] = type == I4 ? words & 0x0f0f0f0f : DOT_OFFSET ? words ^ (int32_t)0x80808080 : words;
+            if (type == I4) high[v] = words >> 4 & 0x0f0f0f0f;
+        }
+        EACH_ROW EACH_VECTOR {
+            if (type == I8) dot[r][v] = ints_dot_int8(dot[r][v], low[v], ints_set(q[r]));
+            if (type == I4) dot[r][v] = ints_dot_nibbles(dot[r][v], low[v], ints_set(q[r]));
+            if (type == I4) dot[r][v] = ints_dot_nibbles(dot[r][v], high[v], ints_set(q[strip + r]));
+        }
+    }
+}
+
 // One tile of quantised weights, int8 or int4. `block` columns (16 or 32) are summed in integers, then meet the scales:
 // y = sum over blocks of (sum (q_w - zero) q_x) * (scale_w * scale_x) + min_w * (scale_x * sum q_x)
 // Where the weights come with an offset (int4's zero, DOT_OFFSET), the integer sum starts at -offset * sum q_x.
-ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type, int block, const Matrix *w,
-                                  size_t first_panel, Ahead ahead, const Activations *x, int row, float *y,
-                                  size_t y_stride) {
+ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type, int block, const Tile *t) {
     static const int32_t zeros[N_STARTS * STRIP];
+    const Matrix *w = t->w;
+    const Activations *x = t->in;
     const bool has_offset = type == I8 ? DOT_OFFSET != 0 : w->zero != 0;
-    const size_t panel = panel_words(w), scales_panel = panel_scales(w), x_block = strip_index(x, row, 0, BLOCK);
-    const int32_t *step = (const int32_t *)w->panels + first_panel * panel, *q = x->q + strip_index(x, row, 0, 4);
-    const int32_t *start = has_offset ? x->start + strip_index(x, row, 0, BLOCK / N_STARTS) : zeros;
+    const size_t panel = panel_words(w), scales_panel = panel_scales(w), x_block = strip_index(x, t->row, 0, BLOCK);
+    const int32_t *step = (const int32_t *)w->panels + t->first_panel * panel, *q = x->q + strip_index(x, t->row, 0, 4);
+    const int32_t *start = has_offset ? x->start + strip_index(x, t->row, 0, BLOCK / N_STARTS) : zeros;
     const float *scale_x = x->scale + x_block, *sum_x = x->sum + x_block;
-    size_t scale_at = first_panel * scales_panel;
-    const size_t scales_ahead = ahead.steps * (size_t)step_columns(type) / (size_t)w->group * PANEL;
+    size_t scale_at = t->first_panel * scales_panel;
     Floats acc[TILE_ROWS][TILE_VECTORS];
     EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
-    prefetch_outputs(n_panels, n_rows, y, y_stride);
-    int turn = ahead.turn;
+    prefetch_outputs(n_panels, n_rows, t);
+    const int tiles = t->tiles;
+    int turn = t->turn;
     for (int group = 0; group < w->cols; group += w->group, scale_at += PANEL) {
         for (int k = group; k < group + w->group; k += block) {
-            turn = turn ? turn - 1 : ahead.tiles - 1;
-            if (turn == 0) EACH_VECTOR {
-                    for (int i = 0; i < block / step_columns(type); i++)
-                        __builtin_prefetch(step + vector_offset(v, panel) + (ahead.steps + (size_t)i) * PANEL);
-                    size_t at = (scale_at + vector_offset(v, scales_panel) + scales_ahead) * scale_bytes(w);
-                    __builtin_prefetch((const char *)w->scales + at);
-                    if (w->mins) __builtin_prefetch((const char *)w->mins + at);
-                }
+            turn = turn ? turn - 1 : tiles - 1;
+            if (turn == 0) prefetch_block(n_panels, block / step_columns(type), t, step, scale_at);
             const int which = type == I4 ? START_INT4 : block == 32 ? START_ALL : k / 16 % 2 ? START_LAST : START_FIRST;
             Ints dot[TILE_ROWS][TILE_VECTORS];
             EACH_ROW EACH_VECTOR dot[r][v] = ints_set(start[which * strip + r]);
-            UNROLL for (int i = 0; i < block;
-                        i += step_columns(type), step += PANEL, q += step_columns(type) / 4 * strip) {
-                Ints low[TILE_VECTORS], high[TILE_VECTORS];
-                EACH_VECTOR {
-                    Ints words = ints_load(step + vector_offset(v, panel));
-                    low[v] = type == I8 ? ints_as_int8(words) : ints_low_nibbles(words);
-                    if (type == I4) high[v] = ints_high_nibbles(words);
-                }
-                EACH_ROW {
-                    Ints first = ints_set(q[r]), second = type == I4 ? ints_set(q[strip + r]) : first;
-                    EACH_VECTOR {
-                        if (type == I8) dot[r][v] = ints_dot_int8(dot[r][v], low[v], first);
-                        else {
-                            dot[r][v] = ints_dot_nibbles(dot[r][v], low[v], first);
-                            dot[r][v] = ints_dot_nibbles(dot[r][v], high[v], second);
-                        }
-                    }
-                }
-            }
+            dot_block(n_panels, n_rows, strip, type, block, panel, step, q, dot);
+            step += block / step_columns(type) * PANEL;
+            q += block / 4 * strip;
             EACH_VECTOR {
                 Floats scale = tile_scales(w, w->scales, scale_at + vector_offset(v, scales_panel));
-                EACH_ROW {
-                    Floats both = floats_mul(scale, floats_set(scale_x[r]));
-                    acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), both, acc[r][v]);
-                }
+                EACH_ROW acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), scale * scale_x[r], acc[r][v]);
             }
             if (w->mins) EACH_VECTOR {
                     Floats min = tile_scales(w, w->mins, scale_at + vector_offset(v, scales_panel));
@@ -1144,75 +921,82 @@ ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type
             }
         }
     }
-    EACH_ROW EACH_VECTOR floats_store(y + (size_t)r * y_stride + vector_offset(v, PANEL), acc[r][v]);
+    EACH_ROW EACH_VECTOR floats_store(tile_row(t, r) + vector_offset(v, PANEL), acc[r][v]);
 }
 
-// Runs call(n_panels, n_rows) with both as constants: the compiler makes one copy of the tile for each.
-#define ROW_CASE(n, most, panels, call) \
-    case n: \
-        if (n <= most) { \
-            call(panels, n); \
-        } \
+// The kinds of tile, one for each way in which a step becomes products.
+typedef enum { TILE_F32 = F32, TILE_F16 = F16, TILE_BF16 = BF16, TILE_I8, TILE_I8_HALF_BLOCKS, TILE_I4 } TileKind;
+
+ALWAYS_INLINE void tile(TileKind kind, int n_panels, int n_rows, int strip, const Tile *t) {
+    if (kind <= TILE_BF16) tile_float(n_panels, n_rows, (Type)kind, t);
+    if (kind == TILE_I8) tile_quantized(n_panels, n_rows, strip, I8, 32, t);
+    if (kind == TILE_I8_HALF_BLOCKS) tile_quantized(n_panels, n_rows, strip, I8, 16, t);
+    if (kind == TILE_I4) tile_quantized(n_panels, n_rows, strip, I4, 32, t);
+}
+
+// The tile of one kind, width (1 panel, or TILE_PANELS) and height: the compiler copies the code for each case.
+// Height ALONE is a row that is a strip of its own.
+enum { ALONE = 0, WIDE = 16, KIND = 32 };
+#define CASE(kind, wide, height) \
+    case kind *KIND + wide + height: \
+        if (height <= (kind <= TILE_BF16 ? (int)FLOAT_ROWS : (int)TILE_ROWS) && (TILE_PANELS > 1 || !wide)) \
+            tile(kind, wide ? TILE_PANELS : 1, height == ALONE ? 1 : height, height == ALONE ? 1 : STRIP, t); \
         break;
-#define FOUR_CASES(n, most, panels, call) \
-    ROW_CASE((n), most, panels, call) \
-    ROW_CASE((n) + 1, most, panels, call) \
-    ROW_CASE((n) + 2, most, panels, call) \
-    ROW_CASE((n) + 3, most, panels, call)
-#define ROW_CASES(rows, most, panels, call) \
-    switch (rows) { \
-        FOUR_CASES(1, most, panels, call) \
-        FOUR_CASES(5, most, panels, call) \
-        FOUR_CASES(9, most, panels, call) \
-    }
-#define WITH_CONSTANTS(panels, rows, most, call) \
-    if ((panels) == TILE_PANELS) { \
-        ROW_CASES(rows, most, TILE_PANELS, call) \
-    } else { \
-        ROW_CASES(rows, most, 1, call) \
-    }
+#define HEIGHTS(kind, wide) \
+    CASE(kind, wide, 1) \
+    CASE(kind, wide, 2) \
+    CASE(kind, wide, 3) \
+    CASE(kind, wide, 4) \
+    CASE(kind, wide, 6) \
+    CASE(kind, wide, 8) \
+    CASE(kind, wide, 12)
+#define SHAPES(kind) HEIGHTS(kind, 0) HEIGHTS(kind, WIDE)
 
-// y[r] = W x[r] for n_rows rows and n_panels panels of float weights of one type, one thread. Rows of y have room for
-// whole panels.
-ALWAYS_INLINE void multiply_typed(Type type, int n_panels, int n_rows, FloatPanels w, const void *x, size_t x_stride,
-                                  float *y, size_t y_stride) {
-    for (int p = 0; p < n_panels; p += TILE_PANELS, w.w += TILE_PANELS * w.panel)
-        for (int r = 0; r < n_rows; r += FLOAT_ROWS) {
-            const void *from = (const char *)x + 4 * (size_t)r * x_stride;
-            float *out = y + (size_t)r * y_stride + (size_t)p * PANEL;
-            Ahead ahead = look_ahead(r, FLOAT_ROWS, n_rows, w.panel / w.step * TILE_PANELS);
-#define CALL(panels, rows) tile_float(panels, rows, type, w, ahead, from, x_stride, out, y_stride)
-            WITH_CONSTANTS(min_int(TILE_PANELS, n_panels - p), min_int(FLOAT_ROWS, n_rows - r), FLOAT_ROWS, CALL)
-#undef CALL
-        }
+static void tile_of_shape(TileKind kind, int n_panels, int height, const Tile *t) {
+    switch ((int)kind * KIND + (n_panels > 1 ? WIDE : 0) + height) {
+        SHAPES(TILE_F32)
+        SHAPES(TILE_F16)
+        SHAPES(TILE_BF16)
+        SHAPES(TILE_I8)
+        SHAPES(TILE_I8_HALF_BLOCKS)
+        SHAPES(TILE_I4)
+        CASE(TILE_I8, 0, ALONE)
+        CASE(TILE_I8_HALF_BLOCKS, 0, ALONE)
+        CASE(TILE_I4, 0, ALONE)
+    }
 }
 
+// y[r] = W x[r] for n_rows rows and at most TILE_PANELS panels: the highest tiles that there are, then lower ones
+static void multiply(TileKind kind, int n_panels, int n_rows, Tile t) {
+    int most = kind <= TILE_BF16 ? (int)FLOAT_ROWS : (int)TILE_ROWS;
+    t.tiles = (n_rows + most - 1) / most;
+    if (t.tiles == 1) t.steps_ahead = AHEAD;
+    bool alone = kind > TILE_BF16 && t.in->strip == 1;
+    for (int height; t.row < n_rows; t.row += height, t.turn++) {
+        int left = n_rows - t.row;
+        height = left >= most ? most : left >= 8 ? 8 : left >= 6 ? 6 : min_int(left, 4);
+        tile_of_shape(kind, n_panels, alone ? ALONE : height, &t);
+    }
+}
+
+// y[r] = W x[r] for n_rows rows and n_panels panels of float weights, one thread. x: floats, or pairs of bf16 for BF16.
+// Strides are in 4-byte words. Rows of y have room for whole panels.
 static void multiply_float(int n_panels, int n_rows, FloatPanels w, const void *x, size_t x_stride, float *y,
                            size_t y_stride) {
-    if (w.type == F32) multiply_typed(F32, n_panels, n_rows, w, x, x_stride, y, y_stride);
-    else if (w.type == F16) multiply_typed(F16, n_panels, n_rows, w, x, x_stride, y, y_stride);
-    else multiply_typed(BF16, n_panels, n_rows, w, x, x_stride, y, y_stride);
+    Tile t = {.floats = w, .x = x, .x_stride = x_stride, .y = y, .y_stride = y_stride};
+    for (int p = 0; p < n_panels; p += TILE_PANELS, t.floats.w += TILE_PANELS * w.panel, t.y += TILE_PANELS * PANEL) {
+        t.steps_ahead = w.panel / w.step * TILE_PANELS;
+        multiply((TileKind)w.type, min_int(TILE_PANELS, n_panels - p), n_rows, t);
+    }
 }
 
 // The same for at most TILE_PANELS panels of quantised weights.
 static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t first_panel, const Activations *x,
                                float *y, size_t y_stride) {
-    for (int r = 0; r < n_rows; r += TILE_ROWS, y += TILE_ROWS * y_stride) {
-        Ahead ahead = look_ahead(r, TILE_ROWS, n_rows, panel_words(w) / PANEL * (size_t)n_panels);
-#define TILE(panels, rows, strip, type, block) \
-    tile_quantized(panels, rows, strip, type, block, w, first_panel, ahead, x, r, y, y_stride)
-#define CALL_IN_STRIPS(panels, rows, strip) \
-    if (w->type == I4) TILE(panels, rows, strip, I4, 32); \
-    else if (w->group % 32 == 0) TILE(panels, rows, strip, I8, 32); \
-    else TILE(panels, rows, strip, I8, 16)
-#define CALL(panels, rows) CALL_IN_STRIPS(panels, rows, STRIP)
-        if (x->strip == 1) {
-            CALL_IN_STRIPS(1, 1, 1);
-        } else {
-            WITH_CONSTANTS(n_panels, min_int(TILE_ROWS, n_rows - r), TILE_ROWS, CALL)
-        }
-#undef CALL
-    }
+    Tile t = {.w = w, .first_panel = first_panel, .in = x, .y = y, .y_stride = y_stride};
+    t.steps_ahead = panel_words(w) / PANEL * (size_t)n_panels;
+    TileKind int8 = w->group % BLOCK ? TILE_I8_HALF_BLOCKS : TILE_I8;
+    multiply(w->type == I8 ? int8 : TILE_I4, n_panels, n_rows, t);
 }
 
 // y[r] = W x[r], r < n_rows. y: [n_rows, y_stride], y_stride >= rows rounded up to whole panels. Every thread of a
@@ -1231,8 +1015,8 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
         } else {
             const uint32_t *first = (const uint32_t *)w->panels + (size_t)p * panel_words(w);
             FloatPanels panels = {w->type, first, PANEL, panel_words(w), w->cols, AHEAD * PANEL};
-            if (w->type == BF16) multiply_float(n, n_rows, panels, x->pairs, x->stride / 2, out, y_stride);
-            else multiply_float(n, n_rows, panels, x->f, x->stride, out, y_stride);
+            const void *from = w->type == BF16 ? (const void *)x->pairs : x->f;
+            multiply_float(n, n_rows, panels, from, w->type == BF16 ? x->stride / 2 : x->stride, out, y_stride);
         }
     }
 }
@@ -1240,8 +1024,8 @@ static void matmul(float *y, size_t y_stride, const Activations *x, int n_rows, 
 // ---------------------------------------------------------------------------------------------------------------------
 // §5 Layers
 //
-// The small functions between the matrix products, each on one row. They are written as loops over 16 lanes that a
-// compiler turns into vector instructions; a sum goes through 16 partial sums and then a tree, in one fixed order.
+// The small functions between the matrix products, each on one row. Loops over 16 lanes become vector instructions; a
+// sum goes through 16 partial sums and then a tree, in one fixed order.
 
 enum { SUM_LANES = 16 };
 
@@ -1250,6 +1034,17 @@ static float sum_lanes(float lane[SUM_LANES]) {
     for (int width = SUM_LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lane[i] += lane[i + width];
     return lane[0];
+}
+
+// The largest of x; -infinity where nothing is larger. x: [n padded to 16]. (A maximum for each lane: vectors again.)
+static float maximum(float *x, int n) {
+    float lane[SUM_LANES], highest = -INFINITY;
+    for (int j = 0; j < SUM_LANES; j++) lane[j] = -INFINITY;
+    for (int i = n; i % SUM_LANES; i++) x[i] = -INFINITY;
+    for (int i = 0; i < n; i += SUM_LANES)
+        for (int j = 0; j < SUM_LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
+    for (int j = 0; j < SUM_LANES; j++) highest = lane[j] > highest ? lane[j] : highest;
+    return highest;
 }
 
 // e^x, relative error below 1e-7. Our own, because libraries differ in the last bit and do not vectorise. Below -87
@@ -1263,8 +1058,7 @@ static inline float exp_f32(float x) {
     float n = shifted - 12582912.0f;
     float r = fma1(n, -0.693359375f, clamped); // ln 2 in two parts, the first exact in 10 bits
     r = fma1(n, 2.12194440e-4f, r);
-    float p = 1.0f / 5040;
-    p = fma1(p, r, 1.0f / 720);
+    float p = fma1(1.0f / 5040, r, 1.0f / 720); // Horner's rule
     p = fma1(p, r, 1.0f / 120);
     p = fma1(p, r, 1.0f / 24);
     p = fma1(p, r, 1.0f / 6);
@@ -1286,9 +1080,10 @@ static void rmsnorm(float *out, const float *x, const float *weight, int n, floa
     for (i = 0; i < n; i++) out[i] = weight[i] * (x[i] * scale);
 }
 
-// x[i] = e^(x[i] - max), and the sum of these. Divide by it and the softmax is complete. x: [n], n a multiple of 16.
+// x[i] = e^(x[i] - max), and the sum of these: divided by it, x is the softmax. x: [n padded to 16]
 static float exp_and_sum(float *x, int n, float max) {
     float lane[SUM_LANES] = {0};
+    for (int i = n; i % SUM_LANES; i++) x[i] = -INFINITY;
     for (int i = 0; i < n; i += SUM_LANES)
         for (int j = 0; j < SUM_LANES; j++) {
             x[i + j] = exp_f32(x[i + j] - max);
@@ -1309,20 +1104,19 @@ static double yarn_share(const Config *c, int i) {
 }
 
 // RoPE turns pair i of a head by pos * base^(-2i / head_dim) radians (Su et al. 2021, eq. 15). A model stretched to a
-// longer context turns more slowly: `linear` (Chen et al. 2023) every pair by the factor, YaRN some of them; NTK-aware
-// scaling raises the base so that the slowest pair turns more slowly by the factor, the fastest not at all, and those
-// between in between (Peng et al. 2023, eq. 16: base * factor^(head_dim / (head_dim - 2))); or by a list of divisors in
-// the file, as Llama 3 does.
+// longer context turns more slowly: with linear scaling (Chen et al. 2023) every pair by the factor, with YaRN some of
+// them; NTK-aware scaling raises the base so that the slowest pair turns more slowly by the factor, the fastest not at
+// all (Peng et al. 2023, eq. 16: base * factor^(head_dim / (head_dim - 2))); Llama 3 brings a list of divisors.
 static void rope_prepare(Model *m) {
     const Config *c = &m->config;
     bool ntk = c->rope_scaling == ROPE_NTK && c->head_dim > 2;
     double base = c->rope_base * (ntk ? pow(c->rope_factor, c->head_dim / (c->head_dim - 2.0)) : 1);
+    free(m->rope_freqs);
     m->rope_freqs = alloc((size_t)c->head_dim / 2, sizeof *m->rope_freqs, "RoPE frequencies");
     m->rope_magnitude = c->rope_scaling == ROPE_YARN ? (float)(0.1 * log(c->rope_factor) + 1) : 1;
     for (int i = 0; i < c->head_dim / 2; i++) {
-        double freq = pow(base, -2.0 * i / c->head_dim), share = 0;
-        if (c->rope_scaling == ROPE_LINEAR) share = 1;
-        if (c->rope_scaling == ROPE_YARN) share = yarn_share(c, i);
+        double freq = pow(base, -2.0 * i / c->head_dim);
+        double share = c->rope_scaling == ROPE_YARN ? yarn_share(c, i) : c->rope_scaling == ROPE_LINEAR;
         double divisor = m->rope_divisors ? (double)m->rope_divisors[i] : 1;
         m->rope_freqs[i] = (freq * (1 - share) + freq / c->rope_factor * share) / divisor;
     }
@@ -1335,7 +1129,6 @@ static void rope_stretch(Model *m, RopeScaling scaling, double factor) {
     c->rope_scaling = scaling;
     c->rope_factor = factor;
     c->n_ctx_train = (int)fmin(c->rope_n_ctx * factor, 1 << 26);
-    free(m->rope_freqs);
     rope_prepare(m);
 }
 
@@ -1370,8 +1163,6 @@ static void swiglu(float *out, const float *gate, const float *up, int n) {
 //
 //     bytes per token = 2 (key and value) * n_layers * n_kv_heads * head_dim * bytes per element
 //
-// (values are padded to whole panels, so that a head_dim that is no multiple of 16 takes a little more).
-//
 // For each sequence, layer and kv head there is a run of keys and a run of values, with room for n_ctx positions:
 //
 //     keys     panels of 16 positions, [n_ctx / 16][head_dim][16]: a matrix whose rows are positions, so q . k for all
@@ -1383,7 +1174,7 @@ static void swiglu(float *out, const float *gate, const float *up, int n) {
 // positions. Halves take half the memory and, in a long context, half the time; what they lose is far below what 8-bit
 // weights have lost already, so they are the choice for every model whose weights are not f32. As int8 (q8), blocks of
 // 32 elements share a scale, as activations do (quantize_block): 9/16 of the memory of halves. Attention turns them
-// into floats again, block of positions by block.
+// into floats again, some positions at a time.
 //
 // With a SLIDING WINDOW a row sees only the newest positions, and the cache need not hold more: it becomes a ring, and
 // position t lies in slot t mod n_slots. The rows of one forward are stored before the first of them attends, so the
@@ -1402,14 +1193,18 @@ enum {
     ATTENTION_QUERIES = 64, // queries that share a pass over the keys and values, at most (or one row's group of heads)
 };
 
+// The online softmax of a query: what its blocks so far have come to, and by what the newest has shrunk the others.
+typedef struct {
+    float max, sum, rescale;
+} Softmax;
+
 // What one thread needs to attend with.
 typedef struct {
     float *q;          // [queries, head_dim]
     float *scores;     // [queries, ATTENTION_BLOCK]
     float *unpacked;   // [ATTENTION_BLOCK, head_dim padded]   a block of int8 keys, or values, as floats
     float *part, *out; // [queries, head_dim padded]
-    float *max, *sum;  // [queries]
-    float *rescale;    // [queries]
+    Softmax *softmax;  // [queries]
 } Scratch;
 
 // Neighbouring rows of one sequence, which attend together.
@@ -1419,14 +1214,14 @@ typedef struct {
 
 typedef struct {
     const Model *model;
+    Type kv_type; // F32, F16 or I8
     int n_ctx, n_seqs, max_rows, max_logits, n_threads;
-    int n_slots;       // positions that the cache of a sequence holds: n_ctx, or fewer in a ring
-    int *lost;         // [n_seqs]   a ring has overwritten what it had of positions before this one
-    int span_rows;     // rows in a span, at most
-    Type kv_type;      // F32, F16 or I8
-    size_t head_words; // 4-byte words of the keys and values of one kv head
-    size_t v_stride;   // head_dim in whole panels; and so the widths of what matrices write:
+    int n_slots;                   // positions that the cache of a sequence holds: n_ctx, or fewer in a ring
+    int span_rows;                 // rows in a span, at most
+    size_t key_words, value_words; // 4-byte words of one key, and of one value, in one kv head
+    size_t v_stride;               // head_dim in whole panels; and so the widths of what matrices write:
     size_t dim_stride, q_stride, kv_stride, hidden_stride, vocab_stride;
+    int *lost;        // [n_seqs]   a ring has overwritten what it had of positions before this one
     float *x;         // [max_rows, dim_stride]      the residual stream
     Activations in;   // [max_rows, widest]          what the next matrices multiply
     float *q;         // [max_rows, q_stride]
@@ -1444,25 +1239,15 @@ typedef struct {
     uint32_t *cache;              // [n_seqs, n_layers, n_kv_heads, keys then values]
 } Session;
 
-// 4-byte words of one key, and of one value, in one kv head. int8: the elements, then a scale for each block of them.
-static size_t key_words(const Config *c, Type type) {
-    size_t hd = (size_t)c->head_dim;
-    return type == I8 ? pad(hd, 4) / 4 + pad(hd, BLOCK) / BLOCK : hd / (size_t)step_columns(type);
-}
-
-static size_t value_words(const Config *c, Type type) {
-    size_t hd = pad((size_t)c->head_dim, PANEL);
-    return type == I8 ? hd / 4 + pad(hd, BLOCK) / BLOCK : hd / (size_t)step_columns(type);
-}
-
-// Bytes of the key and value of one position in one kv head.
-static size_t cache_position_bytes(const Config *c, Type type) {
-    return (key_words(c, type) + value_words(c, type)) * 4;
+// 4-byte words of n elements of a key or value. int8: the elements, then a scale for each block of them.
+static size_t element_words(size_t n, Type type) {
+    return type == I8 ? pad(n, 4) / 4 + pad(n, BLOCK) / BLOCK : n / (size_t)step_columns(type);
 }
 
 // Bytes that a token takes in the cache of all layers.
 static size_t cache_token_bytes(const Config *c, Type type) {
-    return cache_position_bytes(c, type) * (size_t)c->n_layers * (size_t)c->n_kv_heads;
+    size_t hd = (size_t)c->head_dim, words = element_words(hd, type) + element_words(pad(hd, PANEL), type);
+    return words * 4 * (size_t)c->n_layers * (size_t)c->n_kv_heads;
 }
 
 // How many positions the cache of a sequence has to hold, in whole blocks where it is a ring: then the positions of a
@@ -1472,25 +1257,27 @@ static int cache_slots(const Config *c, int n_ctx, int max_rows) {
     return (int)(c->sliding_window && ring < all ? ring : all);
 }
 
+// Words of the keys and values of one kv head, and of everything.
+static size_t head_words(const Session *s) { return (size_t)s->n_slots * (s->key_words + s->value_words); }
 static size_t cache_words(const Session *s) {
     const Config *c = &s->model->config;
-    size_t heads = product(product((size_t)s->n_seqs, (size_t)c->n_layers, "cache"), (size_t)c->n_kv_heads, "cache");
-    return product(heads, s->head_words, "key/value cache");
+    size_t heads = (size_t)s->n_seqs * (size_t)c->n_layers * (size_t)c->n_kv_heads; // fits, by config_check
+    return product(heads, head_words(s), "key/value cache");
 }
 
 // Where the keys, and the values, of a kv head begin.
 static uint32_t *cache_keys(const Session *s, int seq, int layer, int kv_head) {
     const Config *c = &s->model->config;
     size_t head = ((size_t)seq * (size_t)c->n_layers + (size_t)layer) * (size_t)c->n_kv_heads + (size_t)kv_head;
-    return s->cache + head * s->head_words;
+    return s->cache + head * head_words(s);
 }
 
 static uint32_t *cache_values(const Session *s, int seq, int layer, int kv_head) {
-    return cache_keys(s, seq, layer, kv_head) + (size_t)s->n_slots * key_words(&s->model->config, s->kv_type);
+    return cache_keys(s, seq, layer, kv_head) + (size_t)s->n_slots * s->key_words;
 }
 
-// A row takes the slot of its position, and in a ring that of an older one. A sequence begins anew at position 0, and has
-// lost nothing yet.
+// A row takes the slot of its position, and in a ring that of an older one. A sequence begins anew at position 0, and
+// has lost nothing yet.
 static void cache_claim(Session *s, const Row *row) {
     int *lost = &s->lost[row->seq];
     *lost = row->pos ? max_int(*lost, row->pos + 1 - s->n_slots) : 0;
@@ -1508,17 +1295,16 @@ static void cache_copy(const Session *s, int from, int to, int n) {
     s->lost[to] = s->lost[from];
     for (int l = 0; l < c->n_layers; l++)
         for (int h = 0; h < c->n_kv_heads; h++) {
-            memcpy(cache_keys(s, to, l, h), cache_keys(s, from, l, h), slots * key_words(c, s->kv_type) * 4);
-            memcpy(cache_values(s, to, l, h), cache_values(s, from, l, h), slots * value_words(c, s->kv_type) * 4);
+            memcpy(cache_keys(s, to, l, h), cache_keys(s, from, l, h), slots * s->key_words * 4);
+            memcpy(cache_values(s, to, l, h), cache_values(s, from, l, h), slots * s->value_words * 4);
         }
 }
 
-// int8 keys of n positions as f32 panels. keys: the first of n / 16 panels of words of 4 int8, a panel's scales behind
-// them.
-static void unpack_keys(float *out, const uint32_t *keys, int n, int hd, ptrdiff_t ahead) {
-    const int words = (hd + 3) / 4, blocks = (hd + BLOCK - 1) / BLOCK;
+// int8 keys of n positions as f32 panels. keys: n / 16 panels, each of words of 4 int8 and then the scales.
+static void unpack_keys(float *out, const uint32_t *keys, int n, int head_dim, ptrdiff_t ahead) {
+    const int words = (head_dim + 3) / 4, blocks = (head_dim + BLOCK - 1) / BLOCK;
     for (int t = 0; t < n; t += PANEL, keys += (size_t)(words + blocks) * PANEL)
-        for (int i = 0; i < hd; i++, out += PANEL) {
+        for (int i = 0; i < head_dim; i++, out += PANEL) {
             const uint32_t *word = keys + (size_t)(i / 4) * PANEL, *scale = keys + (size_t)(words + i / BLOCK) * PANEL;
             __builtin_prefetch(word + ahead);
             for (int j = 0; j < PANEL; j++)
@@ -1526,7 +1312,7 @@ static void unpack_keys(float *out, const uint32_t *keys, int n, int hd, ptrdiff
         }
 }
 
-// int8 values of n positions as floats. values: for each, v_stride / 4 words of 4 int8 and its scales.
+// int8 values of n positions as floats. values: for each position v_stride / 4 words of 4 int8, then its scales.
 static void unpack_values(float *out, const uint32_t *values, int n, int v_stride, ptrdiff_t ahead) {
     const int words = v_stride / 4, blocks = (v_stride + BLOCK - 1) / BLOCK;
     for (int t = 0; t < n; t++, values += words + blocks, out += v_stride) {
@@ -1539,74 +1325,63 @@ static void unpack_values(float *out, const uint32_t *values, int n, int v_strid
     }
 }
 
-// The keys, or the values, of n positions of a kv head from slot t (a multiple of 16) on, as matrices for §4. ahead: words
-// to what will be wanted next.
+// The keys of n positions of a kv head from slot t (a multiple of 16) on, as a matrix for §4. ahead: words to what
+// will be wanted next.
 static FloatPanels key_panels(const Session *s, const uint32_t *keys, int t, int n, ptrdiff_t ahead, float *unpacked) {
-    const Config *c = &s->model->config;
-    size_t panel = key_words(c, s->kv_type) * PANEL;
-    keys += (size_t)t / PANEL * panel;
-    if (s->kv_type != I8) return (FloatPanels){s->kv_type, keys, PANEL, panel, c->head_dim, ahead};
-    unpack_keys(unpacked, keys, n, c->head_dim, ahead);
-    return (FloatPanels){F32, (const uint32_t *)unpacked, PANEL, (size_t)c->head_dim * PANEL, c->head_dim, 0};
+    int hd = s->model->config.head_dim;
+    keys += (size_t)t * s->key_words;
+    if (s->kv_type != I8) return (FloatPanels){s->kv_type, keys, PANEL, s->key_words * PANEL, hd, ahead};
+    unpack_keys(unpacked, keys, n, hd, ahead);
+    return (FloatPanels){F32, (const uint32_t *)unpacked, PANEL, (size_t)hd * PANEL, hd, 0};
 }
 
+// And the values.
 static FloatPanels value_panels(const Session *s, const uint32_t *values, int t, int n, ptrdiff_t ahead,
                                 float *unpacked) {
-    values += (size_t)t * value_words(&s->model->config, s->kv_type);
+    values += (size_t)t * s->value_words;
     if (s->kv_type != I8) return (FloatPanels){s->kv_type, values, s->v_stride, PANEL, n, ahead};
     unpack_values(unpacked, values, n, (int)s->v_stride, ahead);
     return (FloatPanels){F32, (const uint32_t *)unpacked, s->v_stride, PANEL, n, 0};
 }
 
-// out = x as halves, n of them; what is beyond the largest half, 65504, becomes that
-static void f16_from_floats(uint16_t *out, const float *x, int n) {
-    for (int i = 0; i < n; i += LANES) {
-        float part[LANES] = {0};
-        uint16_t half[LANES];
-        int count = min_int(LANES, n - i);
-        for (int j = 0; j < count; j++) part[j] = x[i + j] > 65504 ? 65504 : x[i + j] < -65504 ? -65504 : x[i + j];
-        floats_store_f16(half, floats_load(part));
-        memcpy(out + i, half, (size_t)count * sizeof *half);
+// One block of a key or value, n <= BLOCK floats, as the words that the cache has of it. Returns how many these are.
+// f16: what is beyond the largest half, 65504, becomes that. int8: and the scale, as bits.
+static int encode_block(Type type, const float *x, int n, uint32_t words[BLOCK], uint32_t *scale) {
+    float block[BLOCK] = {0}, float_scale, sum;
+    int32_t q[BLOCK / 4], start[N_STARTS];
+    memcpy(block, x, (size_t)n * sizeof *x);
+    if (type == F32) memcpy(words, block, sizeof block);
+    if (type == F16) {
+        for (int i = 0; i < BLOCK; i++) block[i] = block[i] > 65504 ? 65504 : block[i] < -65504 ? -65504 : block[i];
+        for (int i = 0; i < BLOCK; i += LANES) floats_store_f16((uint16_t *)words + i, floats_load(block + i));
     }
-}
-
-// x: [n] as int8. Word w of 4 elements goes to words[w * stride], the scale of block b to scales[b * stride].
-static void store_int8(uint32_t *words, uint32_t *scales, size_t stride, const float *x, int n) {
-    for (int i = 0; i < n; i += BLOCK, scales += stride) {
-        float block[BLOCK] = {0}, scale, sum;
-        int32_t q[BLOCK / 4], start[N_STARTS];
-        memcpy(block, x + i, (size_t)min_int(BLOCK, n - i) * sizeof *x);
-        quantize_block(block, 1, q, start, &scale, &sum);
-        for (int j = 0; j < BLOCK / 4 && i + 4 * j < n; j++, words += stride) *words = (uint32_t)q[j];
-        *scales = bits_of_float(scale);
+    if (type == I8) {
+        quantize_block(block, 1, q, start, &float_scale, &sum);
+        memcpy(words, q, sizeof q);
+        *scale = bits_of_float(float_scale);
     }
+    return (n + step_columns(type) - 1) / step_columns(type);
 }
 
 // Put the key and value of one kv head at a position. k, v: [head_dim]
 static void cache_store(const Session *s, int layer, int kv_head, const Row *row, const float *k, const float *v) {
-    enum { PART = 64 };
-    const Config *c = &s->model->config;
-    int hd = c->head_dim;
-    size_t t = (size_t)(row->pos % s->n_slots), words = value_words(c, s->kv_type);
-    uint32_t *keys = cache_keys(s, row->seq, layer, kv_head), *values = cache_values(s, row->seq, layer, kv_head);
-    uint32_t *key = keys + t / PANEL * PANEL * key_words(c, s->kv_type) + t % PANEL;
-    if (s->kv_type == F32) {
-        for (int i = 0; i < hd; i++) key[(size_t)i * PANEL] = bits_of_float(k[i]);
-        memcpy(values + t * words, v, (size_t)hd * sizeof *v);
-        return;
-    }
-    if (s->kv_type == I8) {
-        store_int8(key, key + pad((size_t)hd, 4) / 4 * PANEL, PANEL, k, hd);
-        store_int8(values + t * words, values + t * words + s->v_stride / 4, 1, v, hd);
-        return;
-    }
-    uint16_t half[PART], *value = (uint16_t *)(values + t / 2 * 2 * words) + t % 2;
-    for (int i = 0; i < hd; i += PART) {
-        int n = min_int(PART, hd - i);
-        f16_from_floats(half, k + i, n);
-        for (int j = 0; j < n; j += 2) key[(size_t)(i + j) / 2 * PANEL] = half[j] | (uint32_t)half[j + 1] << 16;
-        f16_from_floats(half, v + i, n);
-        for (int j = 0; j < n; j++) value[2 * (i + j)] = half[j];
+    const int hd = s->model->config.head_dim;
+    size_t t = (size_t)(row->pos % s->n_slots);
+    uint32_t *keys = cache_keys(s, row->seq, layer, kv_head) + t / PANEL * PANEL * s->key_words + t % PANEL;
+    uint32_t *values = cache_values(s, row->seq, layer, kv_head) + t * s->value_words;
+    uint16_t *halves = (uint16_t *)(values - t % 2 * s->value_words) + t % 2; // of two positions, in turn
+    uint32_t *key_scales = keys + pad((size_t)hd, 4) / 4 * PANEL, *value_scales = values + s->v_stride / 4;
+    for (int i = 0; i < hd; i += BLOCK) {
+        uint32_t words[BLOCK], scale = 0;
+        int n = min_int(BLOCK, hd - i), n_words = encode_block(s->kv_type, k + i, n, words, &scale);
+        for (int j = 0; j < n_words; j++, keys += PANEL) *keys = words[j];
+        if (s->kv_type == I8) key_scales[i / BLOCK * PANEL] = scale;
+        encode_block(s->kv_type, v + i, n, words, &scale);
+        if (s->kv_type == F16)
+            for (int j = 0; j < n; j++, halves += 2) *halves = ((const uint16_t *)words)[j];
+        else
+            for (int j = 0; j < n_words; j++) *values++ = words[j];
+        if (s->kv_type == I8) value_scales[i / BLOCK] = scale;
     }
 }
 
@@ -1629,6 +1404,21 @@ static void activations_free(Activations *x) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
+// A thread's Scratch, in one allocation.
+static Scratch scratch_open(const Session *s) {
+    const Config *c = &s->model->config;
+    const size_t n = (size_t)(s->span_rows * (c->n_heads / c->n_kv_heads)), hd = (size_t)c->head_dim;
+    size_t unpacked = s->kv_type == I8 ? ATTENTION_BLOCK * s->v_stride : 0;
+    Scratch t;
+    t.scores = alloc(n * (ATTENTION_BLOCK + 2 * s->v_stride + hd + 3) + unpacked, sizeof(float), "attention");
+    t.unpacked = t.scores + n * ATTENTION_BLOCK; // all up to q are multiples of 16 floats: they lie on cache lines
+    t.part = t.unpacked + unpacked;
+    t.out = t.part + n * s->v_stride;
+    t.q = t.out + n * s->v_stride;
+    t.softmax = (Softmax *)(t.q + n * hd);
+    return t;
+}
+
 // Room for n_seqs sequences of n_ctx positions, forward calls of up to max_rows rows of which max_logits want logits.
 static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs, int max_rows, int max_logits,
                              int n_threads) {
@@ -1638,57 +1428,42 @@ static Session *session_open(const Model *m, Type kv_type, int n_ctx, int n_seqs
     s->n_threads = n_threads;
     s->kv_type = kv_type;
     s->n_slots = cache_slots(c, n_ctx, max_rows);
-    s->lost = alloc((size_t)n_seqs, sizeof *s->lost, "session");
-    s->head_words = product((size_t)s->n_slots, cache_position_bytes(c, kv_type), "key/value cache") / 4;
+    s->span_rows = max_int(1, ATTENTION_QUERIES / (c->n_heads / c->n_kv_heads));
+    s->v_stride = pad((size_t)c->head_dim, PANEL);
+    s->key_words = element_words((size_t)c->head_dim, kv_type);
+    s->value_words = element_words(s->v_stride, kv_type);
     s->dim_stride = pad((size_t)c->dim, PANEL);
     s->q_stride = pad((size_t)q_dim(c), PANEL);
     s->kv_stride = pad((size_t)kv_dim(c), PANEL);
     s->hidden_stride = pad((size_t)c->hidden_dim, PANEL);
     s->vocab_stride = pad((size_t)c->vocab_size, PANEL);
-    s->v_stride = pad((size_t)c->head_dim, PANEL);
-    int group = c->n_heads / c->n_kv_heads;
-    s->span_rows = max_int(1, ATTENTION_QUERIES / group);
-    size_t n = (size_t)max_rows;
-    s->x = alloc(n * s->dim_stride, sizeof(float), "activations");
-    s->q = alloc(n * s->q_stride, sizeof(float), "activations");
-    s->k = alloc(n * s->kv_stride, sizeof(float), "activations");
-    s->v = alloc(n * s->kv_stride, sizeof(float), "activations");
-    s->branch = alloc(n * s->dim_stride, sizeof(float), "activations");
-    s->gate = alloc(n * s->hidden_stride, sizeof(float), "activations");
-    s->up = alloc(n * s->hidden_stride, sizeof(float), "activations");
-    s->turns = alloc(n * (size_t)c->head_dim, sizeof(float), "activations");
+    const struct {
+        float **array;
+        size_t width;
+    } floats[] = {{&s->x, s->dim_stride}, {&s->branch, s->dim_stride},  {&s->q, s->q_stride},
+                  {&s->k, s->kv_stride},  {&s->gate, s->hidden_stride}, {&s->turns, (size_t)c->head_dim},
+                  {&s->v, s->kv_stride},  {&s->up, s->hidden_stride}};
+    for (size_t i = 0; i < sizeof floats / sizeof *floats; i++)
+        *floats[i].array = alloc((size_t)max_rows * floats[i].width, sizeof(float), "activations");
     s->in = activations_open(m, max_rows, max_int(max_int(c->dim, c->hidden_dim), q_dim(c)));
+    s->lost = alloc((size_t)n_seqs, sizeof *s->lost, "session");
     s->logits = alloc(product((size_t)max_logits, s->vocab_stride, "logits"), sizeof(float), "logits");
     s->wanted = alloc((size_t)max_logits, sizeof *s->wanted, "session");
-    s->rows = alloc(n, sizeof *s->rows, "session");
-    s->spans = alloc(n, sizeof *s->spans, "session");
+    s->rows = alloc((size_t)max_rows, sizeof *s->rows, "session");
+    s->spans = alloc((size_t)max_rows, sizeof *s->spans, "session");
     s->scratch = alloc((size_t)n_threads, sizeof *s->scratch, "session");
-    for (int i = 0; i < n_threads; i++) {
-        size_t queries = (size_t)(s->span_rows * group), unpacked = kv_type == I8 ? ATTENTION_BLOCK * s->v_stride : 0;
-        float *f = alloc(unpacked + queries * ((size_t)c->head_dim + ATTENTION_BLOCK + 2 * s->v_stride + 3), sizeof *f,
-                         "attention");
-        Scratch *t = &s->scratch[i];
-        t->scores = f; // first, and a multiple of 16 floats each, so that the vectors lie on cache lines
-        t->unpacked = t->scores + queries * ATTENTION_BLOCK;
-        t->part = t->unpacked + unpacked;
-        t->out = t->part + queries * s->v_stride;
-        t->q = t->out + queries * s->v_stride;
-        t->max = t->q + queries * (size_t)c->head_dim;
-        t->sum = t->max + queries;
-        t->rescale = t->sum + queries;
-    }
+    for (int i = 0; i < n_threads; i++) s->scratch[i] = scratch_open(s);
     s->cache = alloc_pages(cache_words(s), sizeof(uint32_t),
                            "the key/value cache (a smaller --context or --batch takes less)");
     return s;
 }
 
 static void session_free(Session *s) {
-    void *all[] = {s->x,     s->q,      s->k,      s->v,    s->branch, s->gate, s->up,
-                   s->turns, s->logits, s->wanted, s->rows, s->spans,  s->lost};
-    activations_free(&s->in);
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    void *all[] = {s->lost, s->x,     s->q,      s->k,      s->v,    s->branch, s->gate,
+                   s->up,   s->turns, s->logits, s->wanted, s->rows, s->spans,  s->scratch};
     for (int i = 0; i < s->n_threads; i++) free(s->scratch[i].scores);
-    free(s->scratch);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    activations_free(&s->in);
     free_pages(s->cache, cache_words(s), sizeof(uint32_t));
     free(s);
 }
@@ -1728,17 +1503,21 @@ static void embed(Session *s, const Row *rows, int n) {
     meet(s);
 }
 
-// Row `to` of in = rmsnorm(row `from` of x)
-static void norm_row(Session *s, const float *weight, int from, int to) {
+// Row r of in = rmsnorm(row r of x), or of row from[r] where `from` is not NULL, r < n
+static void norm_rows(Session *s, const float *weight, const int *from, int n) {
     const Config *c = &s->model->config;
-    rmsnorm(s->in.f + (size_t)to * s->in.stride, s->x + (size_t)from * s->dim_stride, weight, c->dim, c->norm_eps);
-    prepare_row(&s->in, to, c->dim);
+#pragma omp for schedule(static) nowait
+    for (int r = 0; r < n; r++) {
+        const float *x = s->x + (size_t)(from ? from[r] : r) * s->dim_stride;
+        rmsnorm(s->in.f + (size_t)r * s->in.stride, x, weight, c->dim, c->norm_eps);
+        prepare_row(&s->in, r, c->dim);
+    }
+    meet(s);
 }
 
-static void norm_rows(Session *s, const float *weight, int n) {
-#pragma omp for schedule(static) nowait
-    for (int r = 0; r < n; r++) norm_row(s, weight, r, r);
-    meet(s);
+// x += bias. x: [n]; bias: [n], or NULL where the model has none
+static void add_bias(float *x, const float *bias, int n) {
+    for (int i = 0; bias && i < n; i++) x[i] += bias[i];
 }
 
 // x += branch + bias, the residual connection. bias: [dim] or NULL
@@ -1746,14 +1525,13 @@ static void add_branch(Session *s, const float *bias, int n) {
 #pragma omp for schedule(static) nowait // norm_rows gives the same rows to the same threads
     for (int r = 0; r < n; r++) {
         float *x = s->x + (size_t)r * s->dim_stride, *branch = s->branch + (size_t)r * s->dim_stride;
-        for (int i = 0; bias && i < s->model->config.dim; i++) branch[i] += bias[i];
+        add_bias(branch, bias, s->model->config.dim);
         for (size_t i = 0; i < s->dim_stride; i++) x[i] += branch[i];
     }
 }
 
-// One head's query or key: bias and norm where the model has them, then RoPE. x, bias: [head_dim]
-static void finish_head(const Config *c, float *x, const float *bias, const float *norm, const float *turns) {
-    for (int i = 0; bias && i < c->head_dim; i++) x[i] += bias[i];
+// One head's query or key: norm where the model has one, then RoPE. x, norm: [head_dim]
+static void finish_head(const Config *c, float *x, const float *norm, const float *turns) {
     if (norm) rmsnorm(x, x, norm, c->head_dim, c->norm_eps);
     rope(x, turns, c->head_dim);
 }
@@ -1761,18 +1539,19 @@ static void finish_head(const Config *c, float *x, const float *bias, const floa
 // Bias, norm and RoPE for the queries and keys of each row; keys and values into the cache.
 static void rotate_and_store(Session *s, int layer, const Row *rows, int n) {
     const Config *c = &s->model->config;
-    const Layer *a = &s->model->layers[layer];
+    const Layer *w = &s->model->layers[layer]; // its weights
     int hd = c->head_dim;
 #pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) {
-        const float *turns = s->turns + (size_t)r * (size_t)hd;
-        float *q = s->q + (size_t)r * s->q_stride, *k = s->k + (size_t)r * s->kv_stride,
-              *v = s->v + (size_t)r * s->kv_stride;
-        for (int h = 0; h < c->n_heads; h++)
-            finish_head(c, q + h * hd, a->q_bias ? a->q_bias + h * hd : NULL, a->q_norm, turns);
-        for (int i = 0; a->v_bias && i < kv_dim(c); i++) v[i] += a->v_bias[i];
+        size_t row = (size_t)r;
+        float *q = s->q + row * s->q_stride, *k = s->k + row * s->kv_stride, *v = s->v + row * s->kv_stride;
+        const float *turns = s->turns + row * (size_t)hd;
+        add_bias(q, w->q_bias, q_dim(c));
+        add_bias(k, w->k_bias, kv_dim(c));
+        add_bias(v, w->v_bias, kv_dim(c));
+        for (int h = 0; h < c->n_heads; h++) finish_head(c, q + h * hd, w->q_norm, turns);
         for (int h = 0; h < c->n_kv_heads; h++) {
-            finish_head(c, k + h * hd, a->k_bias ? a->k_bias + h * hd : NULL, a->k_norm, turns);
+            finish_head(c, k + h * hd, w->k_norm, turns);
             cache_store(s, layer, h, &rows[r], k + h * hd, v + h * hd);
         }
     }
@@ -1782,17 +1561,13 @@ static void rotate_and_store(Session *s, int layer, const Row *rows, int n) {
 // The online softmax of one query over one block of n scores (a multiple of 16), of which [from, to) are visible. Turns
 // scores into weights e^(score - max); where the block raises the maximum, what was summed before shrinks by `rescale`.
 // Ref: Milakov & Gimelshein 2018, alg. 3.
-static void softmax_block(float *scores, int n, int from, int to, float *max, float *sum, float *rescale) {
+static void softmax_block(float *scores, int n, int from, int to, Softmax *s) {
     for (int t = 0; t < n; t++)
         if (t < from || t >= to) scores[t] = -INFINITY;
-    float lane[PANEL], highest = *max; // a maximum for each lane, so that the compiler may use vectors
-    for (int j = 0; j < PANEL; j++) lane[j] = -INFINITY;
-    for (int t = 0; t < n; t += PANEL)
-        for (int j = 0; j < PANEL; j++) lane[j] = scores[t + j] > lane[j] ? scores[t + j] : lane[j];
-    for (int j = 0; j < PANEL; j++) highest = lane[j] > highest ? lane[j] : highest;
-    *rescale = from < to ? exp_f32(*max - highest) : 1;
-    *sum = fma1(*sum, *rescale, exp_and_sum(scores, n, from < to ? highest : 0));
-    *max = highest;
+    float block_max = maximum(scores, n), max = block_max > s->max ? block_max : s->max;
+    s->rescale = from < to ? exp_f32(s->max - max) : 1;
+    s->sum = fma1(s->sum, s->rescale, exp_and_sum(scores, n, from < to ? max : 0));
+    s->max = max;
 }
 
 // Task i of attention: the queries of span i / n_kv_heads that share kv head i % n_kv_heads. Its keys:
@@ -1801,8 +1576,8 @@ static const uint32_t *task_keys(const Session *s, int layer, const Row *rows, i
     return cache_keys(s, rows[s->spans[task / n_kv_heads].first].seq, layer, task % n_kv_heads);
 }
 
-// Words from the cache of a task to that of the next one that this thread is likely to get. While it attends, it asks for
-// what lies there: short runs in many places are what memory is slow at.
+// Words from the cache of a task to that of the next one that this thread is likely to get. While it attends, it asks
+// for what lies there: short runs in many places are what memory is slow at.
 static ptrdiff_t task_distance(const Session *s, int layer, const Row *rows, int task) {
     int next = task + omp_get_num_threads();
     bool last = next >= s->n_spans * s->model->config.n_kv_heads;
@@ -1817,53 +1592,51 @@ static ptrdiff_t task_distance(const Session *s, int layer, const Row *rows, int
 static void attend(const Session *s, Scratch *t, int layer, const Row *rows, int task) {
     const Config *c = &s->model->config;
     const Span span = s->spans[task / c->n_kv_heads];
-    const Row *first = &rows[span.first];
-    int kv_head = task % c->n_kv_heads, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
-    int hd = c->head_dim;
-    const uint32_t *keys = task_keys(s, layer, rows, task), *values = cache_values(s, first->seq, layer, kv_head);
+    const int kv_head = task % c->n_kv_heads, group = c->n_heads / c->n_kv_heads, n_queries = span.count * group;
+    const int seq = rows[span.first].seq, first = rows[span.first].pos, end = first + span.count;
+    const int window = c->sliding_window ? min_int(c->sliding_window, s->n_ctx) : s->n_ctx; // positions that a row sees
+    const size_t hd = (size_t)c->head_dim;
+    const uint32_t *keys = task_keys(s, layer, rows, task), *values = cache_values(s, seq, layer, kv_head);
     ptrdiff_t next = task_distance(s, layer, rows, task);
     float scale = 1.0f / sqrtf((float)hd);
     for (int i = 0; i < n_queries; i++) { // query i: row i / group of the span, head i % group of the kv head
-        const float *q =
-            s->q + (size_t)(span.first + i / group) * s->q_stride + (size_t)(kv_head * group + i % group) * (size_t)hd;
-        for (int j = 0; j < hd; j++) t->q[(size_t)i * (size_t)hd + (size_t)j] = q[j] * scale;
-        t->max[i] = -INFINITY;
-        t->sum[i] = 0;
+        size_t row = (size_t)(span.first + i / group), head = (size_t)(kv_head * group + i % group);
+        const float *q = s->q + row * s->q_stride + head * hd;
+        for (size_t j = 0; j < hd; j++) t->q[(size_t)i * hd + j] = q[j] * scale;
+        t->softmax[i] = (Softmax){-INFINITY, 0, 1};
     }
     memset(t->out, 0, (size_t)n_queries * s->v_stride * sizeof(float));
-    int start = c->sliding_window ? max_int(0, first->pos - c->sliding_window + 1) : 0, end = first->pos + span.count;
-    for (int b = start / ATTENTION_BLOCK * ATTENTION_BLOCK; b < end; b += ATTENTION_BLOCK) {
-        int n = min_int(ATTENTION_BLOCK, end - b), padded = (int)pad((size_t)n, PANEL);
+    int oldest = max_int(0, first - window + 1);
+    for (int b = oldest / ATTENTION_BLOCK * ATTENTION_BLOCK; b < end; b += ATTENTION_BLOCK) {
+        int n = min_int(ATTENTION_BLOCK, end - b), padded = (int)pad((size_t)n, PANEL), slot = b % s->n_slots;
         bool last = b + ATTENTION_BLOCK >= end;
-        FloatPanels k = key_panels(s, keys, b % s->n_slots, padded, last ? next : AHEAD * PANEL, t->unpacked);
-        multiply_float(padded / PANEL, n_queries, k, t->q, (size_t)hd, t->scores, ATTENTION_BLOCK);
+        FloatPanels k = key_panels(s, keys, slot, padded, last ? next : AHEAD * PANEL, t->unpacked);
+        multiply_float(padded / PANEL, n_queries, k, t->q, hd, t->scores, ATTENTION_BLOCK);
         for (int i = 0; i < n_queries; i++) {
-            int pos = first->pos + i / group, oldest = c->sliding_window ? pos - c->sliding_window + 1 : 0;
-            int from = max_int(oldest - b, 0), to = min_int(pos + 1 - b, n);
-            softmax_block(t->scores + (size_t)i * ATTENTION_BLOCK, padded, from, to, &t->max[i], &t->sum[i],
-                          &t->rescale[i]);
+            int pos = first + i / group, from = max_int(pos - window + 1 - b, 0), to = min_int(pos + 1 - b, n);
+            softmax_block(t->scores + (size_t)i * ATTENTION_BLOCK, padded, from, to, &t->softmax[i]);
         }
-        ptrdiff_t far = AHEAD * (ptrdiff_t)s->v_stride;
-        FloatPanels v = value_panels(s, values, b % s->n_slots, n, last ? next : far, t->unpacked);
+        ptrdiff_t ahead = last ? next : AHEAD * (ptrdiff_t)s->v_stride;
+        FloatPanels v = value_panels(s, values, slot, n, ahead, t->unpacked);
         multiply_float((int)s->v_stride / PANEL, n_queries, v, t->scores, ATTENTION_BLOCK, t->part, s->v_stride);
         for (int i = 0; i < n_queries; i++)
             for (size_t j = (size_t)i * s->v_stride; j < (size_t)(i + 1) * s->v_stride; j++)
-                t->out[j] = fma1(t->out[j], t->rescale[i], t->part[j]);
+                t->out[j] = fma1(t->out[j], t->softmax[i].rescale, t->part[j]);
     }
     for (int i = 0; i < n_queries; i++) {
-        float *out = s->in.f + (size_t)(span.first + i / group) * s->in.stride +
-                     (size_t)(kv_head * group + i % group) * (size_t)hd;
-        for (int j = 0; j < hd; j++) out[j] = t->out[(size_t)i * s->v_stride + (size_t)j] / t->sum[i];
+        size_t row = (size_t)(span.first + i / group), head = (size_t)(kv_head * group + i % group);
+        float *out = s->in.f + row * s->in.stride + head * hd;
+        for (size_t j = 0; j < hd; j++) out[j] = t->out[(size_t)i * s->v_stride + j] / t->softmax[i].sum;
     }
 }
 
 // x += Wo attention(Wq norm(x), Wk norm(x), Wv norm(x))
 static void attention(Session *s, int layer, const Row *rows, int n) {
-    const Layer *a = &s->model->layers[layer];
-    norm_rows(s, a->attn_norm, n);
-    matmul(s->q, s->q_stride, &s->in, n, &a->q);
-    matmul(s->k, s->kv_stride, &s->in, n, &a->k);
-    matmul(s->v, s->kv_stride, &s->in, n, &a->v);
+    const Layer *w = &s->model->layers[layer]; // its weights
+    norm_rows(s, w->attn_norm, NULL, n);
+    matmul(s->q, s->q_stride, &s->in, n, &w->q);
+    matmul(s->k, s->kv_stride, &s->in, n, &w->k);
+    matmul(s->v, s->kv_stride, &s->in, n, &w->v);
     meet(s);
     rotate_and_store(s, layer, rows, n);
 #pragma omp for schedule(dynamic) nowait
@@ -1873,18 +1646,18 @@ static void attention(Session *s, int layer, const Row *rows, int n) {
 #pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) prepare_row(&s->in, r, q_dim(&s->model->config));
     meet(s);
-    matmul(s->branch, s->dim_stride, &s->in, n, &a->o);
+    matmul(s->branch, s->dim_stride, &s->in, n, &w->o);
     meet(s);
-    add_branch(s, a->o_bias, n);
+    add_branch(s, w->o_bias, n);
 }
 
 // x += Wdown (silu(Wgate norm(x)) * Wup norm(x))
 static void feed_forward(Session *s, int layer, int n) {
-    const Layer *a = &s->model->layers[layer];
+    const Layer *w = &s->model->layers[layer]; // its weights
     const Config *c = &s->model->config;
-    norm_rows(s, a->ffn_norm, n);
-    matmul(s->gate, s->hidden_stride, &s->in, n, &a->gate);
-    matmul(s->up, s->hidden_stride, &s->in, n, &a->up);
+    norm_rows(s, w->ffn_norm, NULL, n);
+    matmul(s->gate, s->hidden_stride, &s->in, n, &w->gate);
+    matmul(s->up, s->hidden_stride, &s->in, n, &w->up);
     meet(s);
 #pragma omp for schedule(static) nowait
     for (int r = 0; r < n; r++) {
@@ -1893,7 +1666,7 @@ static void feed_forward(Session *s, int layer, int n) {
         prepare_row(&s->in, r, c->hidden_dim);
     }
     meet(s);
-    matmul(s->branch, s->dim_stride, &s->in, n, &a->down);
+    matmul(s->branch, s->dim_stride, &s->in, n, &w->down);
     meet(s);
     add_branch(s, NULL, n);
 }
@@ -1902,9 +1675,7 @@ static void feed_forward(Session *s, int layer, int n) {
 static void classify(Session *s) {
     const Model *m = s->model;
     meet(s); // a wanted row may have been another thread's
-#pragma omp for schedule(static) nowait
-    for (int i = 0; i < s->n_wanted; i++) norm_row(s, m->final_norm, s->wanted[i], i);
-    meet(s);
+    norm_rows(s, m->final_norm, s->wanted, s->n_wanted);
     matmul(s->logits, s->vocab_stride, &s->in, s->n_wanted, &m->output);
 }
 
@@ -1919,11 +1690,9 @@ static void plan_rows(Session *s, const Row *rows, int n) {
         assert(!rows[r].want_logits || s->n_wanted < s->max_logits);
         if (rows[r].want_logits) s->wanted[s->n_wanted++] = r;
         cache_claim(s, &rows[r]);
-        Span *last = s->n_spans ? &s->spans[s->n_spans - 1] : NULL;
-        bool joins = last && last->count < s->span_rows && rows[r].seq == rows[last->first].seq &&
-                     rows[r].pos == rows[last->first].pos + last->count;
-        if (joins) last->count++;
-        else s->spans[s->n_spans++] = (Span){r, 1};
+        bool joins = r > 0 && rows[r].seq == rows[r - 1].seq && rows[r].pos == rows[r - 1].pos + 1;
+        if (!joins || s->spans[s->n_spans - 1].count == s->span_rows) s->spans[s->n_spans++] = (Span){r, 0};
+        s->spans[s->n_spans - 1].count++;
     }
 }
 
@@ -1943,1098 +1712,10 @@ static void forward(Session *s, const Row *rows, int n) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §8 Packing
+// §8 Words
 //
-// From the weights as a file has them to panels. A loader (§9, §10) finds the rows of a matrix; matrix_load unpacks and
-// rearranges them, on all threads.
-//
-// Each row below is a type that a GGUF file may store (its number there is the id), and the panel that holds it without
-// loss. Plain types are copied. Quantised types come in blocks, drawn above their unpack functions.
-
-typedef struct {
-    const char *name;
-    uint32_t id;     // in a GGUF file
-    int columns;     // weights in a block
-    int bytes;       // of a block
-    Type type;       // of the panel
-    int group;       // columns that share a scale: 16 or 32
-    Type scale_type; // F16 or F32
-    bool has_min;
-    int zero;
-} Format;
-
-enum {
-    PLAIN_F32 = 0,
-    PLAIN_F16 = 1,
-    Q4_0 = 2,
-    Q4_1 = 3,
-    Q5_0 = 6,
-    Q5_1 = 7,
-    Q8_0 = 8,
-    Q4_K = 12,
-    Q5_K,
-    Q6_K,
-    PLAIN_BF16 = 30
-};
-
-static const Format formats[] = {
-    {"F32", PLAIN_F32, 1, 4, F32, 0, F32, false, 0},    {"F16", PLAIN_F16, 1, 2, F16, 0, F32, false, 0},
-    {"BF16", PLAIN_BF16, 1, 2, BF16, 0, F32, false, 0}, {"Q8_0", Q8_0, 32, 34, I8, 32, F16, false, 0},
-    {"Q4_0", Q4_0, 32, 18, I4, 32, F16, false, 8},      {"Q4_1", Q4_1, 32, 20, I4, 32, F16, true, 0},
-    {"Q5_0", Q5_0, 32, 22, I8, 32, F16, false, 0},      {"Q5_1", Q5_1, 32, 24, I8, 32, F16, true, 0},
-    {"Q4_K", Q4_K, 256, 144, I4, 32, F32, true, 0},     {"Q5_K", Q5_K, 256, 176, I8, 32, F32, true, 0},
-    {"Q6_K", Q6_K, 256, 210, I8, 16, F32, false, 0}};
-
-static const Format *format_by_id(uint32_t id) {
-    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
-        if (formats[i].id == id) return &formats[i];
-    return NULL;
-}
-
-static uint16_t load_u16(const uint8_t *p) {
-    return (uint16_t)(p[0] | p[1] << 8);
-}
-
-static float load_f16(const uint8_t *p) {
-    return float_from_f16(load_u16(p));
-}
-
-// 32 neighbouring weights of a row: integers, and a scale and minimum for each half.
-typedef struct {
-    int8_t q[32];
-    float scale[2], min[2];
-} Unpacked;
-
-// The same scale and minimum for all 32.
-static void unpack_scale(Unpacked *u, float scale, float min) {
-    u->scale[0] = u->scale[1] = scale;
-    u->min[0] = u->min[1] = min;
-}
-
-// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
-static void unpack_q8_0(const uint8_t *b, Unpacked *u) {
-    unpack_scale(u, load_f16(b), 0);
-    memcpy(u->q, b + 2, 32);
-}
-
-// The 16 bytes n hold 32 numbers of 4 bits: byte j has number j below and number j + 16 above.
-static void unpack_nibbles(const uint8_t *n, Unpacked *u) {
-    for (int j = 0; j < 16; j++) {
-        u->q[j] = n[j] & 15;
-        u->q[j + 16] = n[j] >> 4;
-    }
-}
-
-// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8)
-// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
-static void unpack_q4(const uint8_t *b, bool has_min, Unpacked *u) {
-    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
-    unpack_nibbles(b + (has_min ? 4 : 2), u);
-}
-
-// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
-// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
-static void unpack_q5(const uint8_t *b, bool has_min, Unpacked *u) {
-    unpack_scale(u, load_f16(b), has_min ? load_f16(b + 2) : 0);
-    const uint8_t *high = b + (has_min ? 4 : 2);
-    unpack_nibbles(high + 4, u);
-    for (int j = 0; j < 32; j++) u->q[j] = (int8_t)(u->q[j] + (high[j / 8] >> j % 8 & 1) * 16 - (has_min ? 0 : 16));
-}
-
-// The 12 bytes s of Q4_K and Q5_K hold 8 scales and 8 minima of 6 bits: those of parts 0..3 in the low 6 bits of bytes
-// 0..3 (scales) and 4..7 (minima); of parts 4..7 the low 4 bits in bytes 8..11 and the high 2 on top of bytes 0..7.
-static void unpack_k_scales(const uint8_t *s, int part, float d, float dmin, Unpacked *u) {
-    int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
-    int min = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
-    unpack_scale(u, d * (float)scale, -(dmin * (float)min));
-}
-
-// Q4_K, 144 bytes for 8 parts of 32:  [ d f16 | dmin f16 | s 12 bytes | 128 bytes n ]     w = d scale q - dmin min
-// Each 32 bytes of n hold two parts, the even one in the low 4 bits.
-static void unpack_q4_k(const uint8_t *b, int part, Unpacked *u) {
-    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
-    for (int j = 0; j < 32; j++) u->q[j] = b[16 + part / 2 * 32 + j] >> part % 2 * 4 & 15;
-}
-
-// Q5_K, 176 bytes:  [ d f16 | dmin f16 | s 12 bytes | 32 bytes high | 128 bytes n ]
-// As Q4_K, with a fifth bit: bit `part` of high[j].
-static void unpack_q5_k(const uint8_t *b, int part, Unpacked *u) {
-    unpack_k_scales(b + 4, part, load_f16(b), load_f16(b + 2), u);
-    for (int j = 0; j < 32; j++)
-        u->q[j] = (int8_t)((b[48 + part / 2 * 32 + j] >> part % 2 * 4 & 15) | (b[16 + j] >> part & 1) << 4);
-}
-
-// Q6_K, 210 bytes:  [ 128 bytes low | 64 bytes high | 16 x int8 scale | d f16 ]     w = d scale (q - 32), groups of 16
-// Of each half of 4 parts: parts 0, 1 have their low 4 bits in the low nibbles of 64 bytes, parts 2, 3 in the high
-// nibbles; the 2 bits above are bits 2p and 2p + 1 of 32 bytes, p the part in its half.
-static void unpack_q6_k(const uint8_t *b, int part, Unpacked *u) {
-    const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
-    float d = load_f16(b + 208);
-    unpack_scale(u, 0, 0);
-    for (int half = 0; half < 2; half++) u->scale[half] = d * (float)(int8_t)b[192 + 2 * part + half];
-    for (int j = 0; j < 32; j++) {
-        int q = (low[j] >> part % 4 / 2 * 4 & 15) | (high[j] >> part % 4 * 2 & 3) << 4;
-        u->q[j] = (int8_t)(q - 32);
-    }
-}
-
-// Weights 32 * i to 32 * i + 31 of a row of a quantised format.
-static void unpack(const Format *f, const uint8_t *row, int i, Unpacked *u) {
-    int parts = f->columns / 32, part = i % parts;
-    const uint8_t *block = row + (size_t)(i / parts) * (size_t)f->bytes;
-    switch (f->id) {
-    case Q4_0:
-    case Q4_1: unpack_q4(block, f->has_min, u); break;
-    case Q5_0:
-    case Q5_1: unpack_q5(block, f->has_min, u); break;
-    case Q8_0: unpack_q8_0(block, u); break;
-    case Q4_K: unpack_q4_k(block, part, u); break;
-    case Q5_K: unpack_q5_k(block, part, u); break;
-    case Q6_K: unpack_q6_k(block, part, u); break;
-    default: assert(!"a format of blocks");
-    }
-}
-
-// A row of any format as floats: w = scale * (q - zero) + minimum. cols is a multiple of the format's columns.
-static void unpack_row(const Format *f, const uint8_t *row, int cols, float *out) {
-    if (f->type == F32) memcpy(out, row, (size_t)cols * 4);
-    else if (f->type == F16)
-        for (int k = 0; k < cols; k++) out[k] = load_f16(row + 2 * k);
-    else if (f->type == BF16)
-        for (int k = 0; k < cols; k++) out[k] = float_from_bf16(load_u16(row + 2 * k));
-    else
-        for (int i = 0; i < cols / 32; i++) {
-            Unpacked u;
-            unpack(f, row, i, &u);
-            for (int j = 0; j < 32; j++) out[32 * i + j] = u.scale[j / 16] * (float)(u.q[j] - f->zero) + u.min[j / 16];
-        }
-}
-
-// --- into panels
-
-// Where a loader finds a matrix: rows of a GGUF format; or llama2.c's int8 with float scales in an array of their own.
-typedef struct {
-    const Format *format;
-    const uint8_t *weights, *scales;
-    int group;       // llama2.c int8
-    int turn_halves; // head_dim, where each head's rows i and i + head_dim / 2 become neighbours; else 0
-} Source;
-
-// The row of the file that becomes row r.
-static int source_row(const Source *s, int r) {
-    if (!s->turn_halves) return r;
-    int head = r / s->turn_halves, i = r % s->turn_halves;
-    return head * s->turn_halves + i / 2 + i % 2 * (s->turn_halves / 2);
-}
-
-// Steps as the file has them -> row r of a panel.
-static void pack_steps(uint32_t *panel, const uint8_t *row, int r, size_t n_steps) {
-    for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, row + i * 4, 4);
-}
-
-static void store_scale(const Matrix *w, const void *array, size_t at, float value) {
-    if (w->scale_type == F16) ((uint16_t *)array)[at] = f16_from_float(value); // it came from a half: exact
-    else ((float *)array)[at] = value;
-}
-
-// A row of blocks -> row r of a panel p.
-static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
-    uint32_t *word = (uint32_t *)w->panels + p * panel_words(w) + r;
-    for (int i = 0; i < w->cols / 32; i++) {
-        Unpacked u;
-        unpack(f, row, i, &u);
-        for (int k = 0; k < 32; k += step_columns(w->type), word += PANEL) {
-            uint8_t bytes[4];
-            for (int j = 0; j < 4; j++)
-                bytes[j] = (uint8_t)(w->type == I8 ? u.q[k + j] : (uint8_t)u.q[k + j] | (uint8_t)u.q[k + j + 4] << 4);
-            memcpy(word, bytes, 4);
-        }
-        for (int g = 0; g < 32 / w->group; g++) {
-            size_t at = p * panel_scales(w) + (size_t)(i * (32 / w->group) + g) * PANEL + (size_t)r;
-            store_scale(w, w->scales, at, u.scale[g]);
-            if (w->mins) store_scale(w, w->mins, at, u.min[g]);
-        }
-    }
-}
-
-// llama2.c's scales of one row -> row r of panel p. scales: float [groups], at any alignment.
-static void pack_scales(const Matrix *w, const uint8_t *scales, size_t p, int r) {
-    for (int g = 0; g < w->cols / w->group; g++)
-        memcpy((float *)w->scales + p * panel_scales(w) + (size_t)g * PANEL + (size_t)r, scales + (size_t)g * 4, 4);
-}
-
-// Row-major weights in the file -> panels, on all threads.
-static Matrix matrix_load(Model *m, int rows, int cols, Source s) {
-    const Format *f = s.format;
-    bool int8 = s.scales != NULL, blocks = f->columns > 1;
-    Matrix w = {
-        int8 ? I8 : f->type, rows, cols, int8 ? s.group : f->group, int8 ? F32 : f->scale_type, f->zero, 0, 0, 0};
-    size_t n = matrix_panels(&w), row_bytes = int8 ? (size_t)cols : (size_t)(cols / f->columns) * (size_t)f->bytes;
-    w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
-    if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
-    if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
-#pragma omp parallel for schedule(static) num_threads(m->n_threads) if (n > 64) // else done before a thread wakes up
-    for (size_t p = 0; p < n; p++) {
-        for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++) {
-            size_t from = (size_t)source_row(&s, (int)p * PANEL + r);
-            const uint8_t *row = s.weights + from * row_bytes;
-            if (blocks) pack_blocks(&w, f, row, p, r);
-            else pack_steps((uint32_t *)w.panels + p * panel_words(&w), row, r, row_bytes / 4);
-            if (int8) pack_scales(&w, s.scales + from * (size_t)(cols / s.group) * 4, p, r);
-        }
-    }
-    m->any_quantized |= is_quantized(w.type);
-    m->any_bf16 |= w.type == BF16;
-    return w;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// §9 GGUF
-//
-// The format of the llama.cpp world, versions 2 and 3: metadata as keys and values, then tensors with names.
-//
-//   "GGUF", uint32 version, uint64 n_tensors, uint64 n_keys
-//   n_keys times:     string key, uint32 type, value          a string is a uint64 length and bytes;
-//   n_tensors times:  string name, uint32 n_dims, uint64 dims[n_dims] (columns first), uint32 format, uint64 offset
-//   zeros up to a multiple of general.alignment (32 unless said); then the data, to which the offsets count
-//
-// An array value is a uint32 type, a uint64 length and the elements. Ref: the GGUF specification in ggml's docs.
-
-// Refuse what no sane model has before anything is computed from it: after this, products of two of these fit a size_t
-// with room to spare.
-static void config_check(const Config *c, const char *path, const char *format) {
-    struct {
-        const char *name;
-        int value, most;
-    } fields[] = {{"dim", c->dim, 1 << 20},
-                  {"hidden_dim", c->hidden_dim, 1 << 22},
-                  {"n_layers", c->n_layers, 1 << 12},
-                  {"n_heads", c->n_heads, 1 << 14},
-                  {"n_kv_heads", c->n_kv_heads, 1 << 14},
-                  {"head_dim", c->head_dim, 1 << 14},
-                  {"vocab_size", c->vocab_size, 1 << 24},
-                  {"context length", c->n_ctx_train, 1 << 30}};
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 1 || fields[i].value > fields[i].most)
-            die("%s: not a sound %s: expected %s from 1 to %d, got %d", path, format, fields[i].name, fields[i].most,
-                fields[i].value);
-    if (c->n_heads % c->n_kv_heads)
-        die("%s: not a sound %s: expected n_heads to be a multiple of n_kv_heads, got %d and %d", path, format,
-            c->n_heads, c->n_kv_heads);
-    if (c->head_dim % 2)
-        die("%s: not a sound %s: expected an even head_dim (RoPE turns pairs), got %d", path, format, c->head_dim);
-    if ((size_t)c->n_heads * (size_t)c->head_dim > 1 << 22)
-        die("%s: not a sound %s: %d heads of %d are too wide", path, format, c->n_heads, c->head_dim);
-    if (c->sliding_window < 0)
-        die("%s: not a sound %s: expected a sliding window of at least 0, got %d", path, format, c->sliding_window);
-    if (!(c->norm_eps >= 0 && c->norm_eps < 1))
-        die("%s: not a sound %s: expected a norm epsilon from 0 to 1, got %g", path, format, (double)c->norm_eps);
-    if (!(c->rope_base > 1 && c->rope_base < 1e12) || !(c->rope_factor >= 1e-3 && c->rope_factor <= 1e6) ||
-        c->rope_n_ctx < 1 || c->rope_scaling > ROPE_YARN)
-        die("%s: not a sound %s: RoPE has base %g, scaling %d, factor %g, context %d", path, format, c->rope_base,
-            c->rope_scaling, c->rope_factor, c->rope_n_ctx);
-}
-
-typedef enum { G_U8, G_I8, G_U16, G_I16, G_U32, G_I32, G_F32, G_BOOL, G_STRING, G_ARRAY, G_U64, G_I64, G_F64 } GgufType;
-
-typedef struct {
-    const char *text; // not terminated
-    size_t len;
-} String;
-
-typedef struct {
-    String key;
-    GgufType type, element; // element: of an array
-    uint64_t n;             // elements of an array, else 1
-    size_t pos, end;        // of the value in the file
-} GgufKey;
-
-typedef struct {
-    String name;
-    const Format *format;
-    int rows, cols; // a vector has one row
-    const uint8_t *data;
-    size_t bytes;
-    bool used;
-} GgufTensor;
-
-typedef struct {
-    const Mapping *file;
-    int version;
-    int n_keys, n_tensors;
-    GgufKey *keys;       // sorted by key
-    GgufTensor *tensors; // sorted by name
-} Gguf;
-
-static String reader_string(Reader *r, const char *what) {
-    uint64_t len = reader_u64(r, what);
-    return (String){(const char *)reader_take(r, len, what), len};
-}
-
-// A count of things that take at least `least` bytes each, so that there cannot be more than fit in the file.
-static uint64_t reader_count(Reader *r, size_t least, const char *what) {
-    size_t at = r->pos;
-    uint64_t n = reader_u64(r, what);
-    if (n > (r->size - r->pos) / least || n > INT_MAX)
-        die("%s: %s at offset %zu: expected at most %zu, as the file has %zu bytes, got %llu", r->path, what, at,
-            (r->size - r->pos) / least, r->size, (unsigned long long)n);
-    return n;
-}
-
-// How much of a string a message shows, for %.*s.
-static int shown(String s) {
-    return s.len < 80 ? (int)s.len : 80;
-}
-
-static int compare_strings(String a, String b) {
-    int order = memcmp(a.text, b.text, a.len < b.len ? a.len : b.len);
-    return order ? order : (a.len > b.len) - (a.len < b.len);
-}
-
-static bool string_is(String s, const char *text) {
-    return s.len == strlen(text) && !memcmp(s.text, text, s.len);
-}
-
-static int compare_keys(const void *a, const void *b) {
-    return compare_strings(((const GgufKey *)a)->key, ((const GgufKey *)b)->key);
-}
-
-static int compare_tensor_names(const void *a, const void *b) {
-    return compare_strings(((const GgufTensor *)a)->name, ((const GgufTensor *)b)->name);
-}
-
-static int compare_tensor_data(const void *a, const void *b) {
-    const uint8_t *x = ((const GgufTensor *)a)->data, *y = ((const GgufTensor *)b)->data;
-    return (x > y) - (x < y);
-}
-
-// Bytes of a value of fixed size; 0 for strings, arrays and unknown types.
-static size_t gguf_type_bytes(uint32_t type) {
-    static const uint8_t bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
-    return type < sizeof bytes ? bytes[type] : 0;
-}
-
-static void gguf_skip_value(Reader *r, String key, uint32_t type, uint64_t n) {
-    if (type == G_STRING)
-        for (uint64_t i = 0; i < n; i++) reader_string(r, "a string value");
-    else if (!gguf_type_bytes(type))
-        die("%s: key %.*s: expected a value type of GGUF, got %u", r->path, shown(key), key.text, type);
-    else reader_take(r, product(n, gguf_type_bytes(type), "a GGUF value"), "a value");
-}
-
-static void gguf_read_keys(Gguf *g, Reader *r) {
-    g->keys = alloc((size_t)g->n_keys, sizeof *g->keys, "GGUF keys");
-    for (int i = 0; i < g->n_keys; i++) {
-        GgufKey *k = &g->keys[i];
-        k->key = reader_string(r, "a key");
-        if (k->key.len > 65535)
-            die("%s: key %d: expected a name of at most 65535 bytes, got %zu", r->path, i, k->key.len);
-        uint32_t type = reader_u32(r, "type of a value");
-        k->type = (GgufType)type;
-        k->n = 1;
-        if (type == G_ARRAY) {
-            uint32_t element = reader_u32(r, "type of an array");
-            k->element = (GgufType)element;
-            k->n = reader_count(r, element == G_STRING ? 8 : 1, "length of an array");
-            k->pos = r->pos;
-            gguf_skip_value(r, k->key, element, k->n);
-        } else {
-            k->pos = r->pos;
-            gguf_skip_value(r, k->key, type, 1);
-        }
-        k->end = r->pos;
-    }
-    qsort(g->keys, (size_t)g->n_keys, sizeof *g->keys, compare_keys);
-    for (int i = 1; i < g->n_keys; i++)
-        if (!compare_keys(&g->keys[i - 1], &g->keys[i]))
-            die("%s: key %.*s is there twice", r->path, (int)g->keys[i].key.len, g->keys[i].key.text);
-}
-
-static const GgufKey *gguf_find(const Gguf *g, const char *key) {
-    GgufKey wanted = {.key = {key, strlen(key)}};
-    return g->n_keys ? bsearch(&wanted, g->keys, (size_t)g->n_keys, sizeof wanted, compare_keys) : NULL;
-}
-
-// A number of any type, or `otherwise` where the key is missing.
-static double gguf_number(const Gguf *g, const char *key, double otherwise) {
-    const GgufKey *k = gguf_find(g, key);
-    if (!k) return otherwise;
-    union {
-        uint64_t u64;
-        int64_t i64;
-        double f64;
-        float f32;
-        uint32_t u32;
-        int32_t i32;
-        uint16_t u16;
-        int16_t i16;
-        uint8_t u8;
-        int8_t i8;
-    } v = {0};
-    size_t n = gguf_type_bytes(k->type);
-    memcpy(&v, g->file->data + k->pos, n);
-    switch (k->type) {
-    case G_U8:
-    case G_BOOL: return v.u8;
-    case G_I8: return v.i8;
-    case G_U16: return v.u16;
-    case G_I16: return v.i16;
-    case G_U32: return v.u32;
-    case G_I32: return v.i32;
-    case G_F32: return (double)v.f32;
-    case G_U64: return (double)v.u64;
-    case G_I64: return (double)v.i64;
-    case G_F64: return v.f64;
-    default: die("%s: key %s: expected a number", g->file->path, key);
-    }
-}
-
-// A whole number in the range of int; missing: `otherwise`.
-static int gguf_int(const Gguf *g, const char *key, int otherwise) {
-    double x = gguf_number(g, key, otherwise);
-    if (!(x >= INT_MIN && x <= INT_MAX) || x != floor(x))
-        die("%s: key %s: expected a whole number of 31 bits, got %g", g->file->path, key, x);
-    return (int)x;
-}
-
-static String gguf_string(const Gguf *g, const char *key) {
-    const GgufKey *k = gguf_find(g, key);
-    if (!k) return (String){"", 0};
-    if (k->type != G_STRING) die("%s: key %s: expected a string", g->file->path, key);
-    Reader r = {g->file->path, g->file->data, g->file->size, k->pos};
-    return reader_string(&r, key);
-}
-
-// A Reader of the elements of an array of this element type, and their number; 0 where the key is missing.
-static uint64_t gguf_array(const Gguf *g, const char *key, GgufType element, Reader *r) {
-    const GgufKey *k = gguf_find(g, key);
-    *r = (Reader){g->file->path, g->file->data, k ? k->end : 0, k ? k->pos : 0};
-    if (!k) return 0;
-    if (k->type != G_ARRAY || k->element != element)
-        die("%s: key %s: expected an array of type %d, got type %d of %d", g->file->path, key, element, k->type,
-            k->element);
-    return k->n;
-}
-
-// Name, format and shape of one tensor; its data once the offset of all data is known.
-static uint64_t gguf_read_tensor(GgufTensor *t, Reader *r) {
-    t->name = reader_string(r, "name of a tensor");
-    if (t->name.len > 65535) die("%s: a tensor's name has %zu bytes", r->path, t->name.len);
-    uint32_t n_dims = reader_u32(r, "dimensions of a tensor");
-    uint64_t dims[4] = {1, 1, 1, 1};
-    if (n_dims < 1 || n_dims > 4)
-        die("%s: tensor %.*s: expected 1 to 4 dimensions, got %u", r->path, (int)t->name.len, t->name.text, n_dims);
-    for (uint32_t i = 0; i < n_dims; i++) dims[i] = reader_u64(r, "shape of a tensor");
-    if (dims[2] != 1 || dims[3] != 1 || dims[0] < 1 || dims[0] > 1 << 24 || dims[1] < 1 || dims[1] > 1 << 24)
-        die("%s: tensor %.*s: expected a vector or matrix of at most 2^24 rows and columns, got [%llu, %llu, %llu, "
-            "%llu]",
-            r->path, (int)t->name.len, t->name.text, (unsigned long long)dims[3], (unsigned long long)dims[2],
-            (unsigned long long)dims[1], (unsigned long long)dims[0]);
-    t->cols = (int)dims[0];
-    t->rows = (int)dims[1];
-    uint32_t id = reader_u32(r, "format of a tensor");
-    t->format = format_by_id(id);
-    if (!t->format)
-        die("%s: tensor %.*s: its format, number %u, is none of those this program knows (F32 F16 BF16 Q8_0 Q4_0 Q4_1 "
-            "Q5_0 "
-            "Q5_1 Q4_K Q5_K Q6_K)",
-            r->path, (int)t->name.len, t->name.text, id);
-    if (t->cols % t->format->columns)
-        die("%s: tensor %.*s: expected rows of whole %s blocks of %d, got rows of %d", r->path, (int)t->name.len,
-            t->name.text, t->format->name, t->format->columns, t->cols);
-    t->bytes = (size_t)t->rows * (size_t)(t->cols / t->format->columns) * (size_t)t->format->bytes;
-    return reader_u64(r, "offset of a tensor");
-}
-
-static void gguf_read_tensors(Gguf *g, Reader *r) {
-    g->tensors = alloc((size_t)g->n_tensors, sizeof *g->tensors, "tensors");
-    uint64_t *offsets = alloc((size_t)g->n_tensors, sizeof *offsets, "tensors");
-    for (int i = 0; i < g->n_tensors; i++) offsets[i] = gguf_read_tensor(&g->tensors[i], r);
-    int alignment = gguf_int(g, "general.alignment", 32);
-    if (alignment < 1 || alignment > 1 << 20 || (alignment & (alignment - 1)))
-        die("%s: key general.alignment: expected a power of two, got %d", r->path, alignment);
-    size_t begin = pad(r->pos, (size_t)alignment), room = begin < r->size ? r->size - begin : 0;
-    for (int i = 0; i < g->n_tensors; i++) {
-        GgufTensor *t = &g->tensors[i];
-        if (offsets[i] % (uint64_t)alignment || offsets[i] > room || t->bytes > room - offsets[i])
-            die("%s: tensor %.*s: expected %zu bytes at a multiple of %d within the %zu bytes of data, got offset "
-                "%llu: "
-                "the file is truncated or damaged",
-                r->path, (int)t->name.len, t->name.text, t->bytes, alignment, room, (unsigned long long)offsets[i]);
-        t->data = r->data + begin + offsets[i];
-    }
-    free(offsets);
-    qsort(g->tensors, (size_t)g->n_tensors, sizeof *g->tensors, compare_tensor_data);
-    for (int i = 1; i < g->n_tensors; i++) {
-        const GgufTensor *a = &g->tensors[i - 1], *b = &g->tensors[i];
-        if (a->data + a->bytes > b->data)
-            die("%s: tensors %.*s and %.*s overlap", r->path, (int)a->name.len, a->name.text, (int)b->name.len,
-                b->name.text);
-    }
-    qsort(g->tensors, (size_t)g->n_tensors, sizeof *g->tensors, compare_tensor_names);
-    for (int i = 1; i < g->n_tensors; i++)
-        if (!compare_tensor_names(&g->tensors[i - 1], &g->tensors[i]))
-            die("%s: tensor %.*s is there twice", r->path, (int)g->tensors[i].name.len, g->tensors[i].name.text);
-}
-
-// The header of a file: all keys, all tensors, everything within bounds.
-static Gguf *gguf_open(const Mapping *file) {
-    Gguf *g = alloc(1, sizeof *g, "GGUF");
-    Reader r = {file->path, file->data, file->size, 0};
-    reader_take(&r, 4, "magic");
-    uint32_t version = reader_u32(&r, "version");
-    if (version == 2u << 24 || version == 3u << 24)
-        die("%s: a big-endian GGUF file; expected a little-endian one", r.path);
-    if (version != 2 && version != 3) die("%s: expected GGUF version 2 or 3, got %u", r.path, version);
-    *g = (Gguf){.file = file, .version = (int)version};
-    g->n_tensors = (int)reader_count(&r, 24, "number of tensors");
-    g->n_keys = (int)reader_count(&r, 12, "number of keys");
-    gguf_read_keys(g, &r);
-    gguf_read_tensors(g, &r);
-    return g;
-}
-
-static void gguf_free(Gguf *g) {
-    if (!g) return;
-    free(g->keys);
-    free(g->tensors);
-    free(g);
-}
-
-// The tensor of this name, marked as used, or NULL. layer < 0: not of a layer.
-static GgufTensor *gguf_tensor(Gguf *g, int layer, const char *name) {
-    char full[80];
-    if (layer < 0) snprintf(full, sizeof full, "%s", name);
-    else snprintf(full, sizeof full, "blk.%d.%s", layer, name);
-    GgufTensor wanted = {.name = {full, strlen(full)}};
-    GgufTensor *t =
-        g->n_tensors ? bsearch(&wanted, g->tensors, (size_t)g->n_tensors, sizeof wanted, compare_tensor_names) : NULL;
-    if (t) t->used = true;
-    return t;
-}
-
-// The tensor of this name and shape; `rows` 0: a vector.
-static const GgufTensor *gguf_need(Gguf *g, int layer, const char *name, int rows, int cols) {
-    const GgufTensor *t = gguf_tensor(g, layer, name);
-    char place[32] = "";
-    if (layer >= 0) snprintf(place, sizeof place, "blk.%d.", layer);
-    if (!t) die("%s: tensor %s%s is missing", g->file->path, place, name);
-    if (t->rows != max_int(rows, 1) || t->cols != cols)
-        die("%s: tensor %s%s: expected [%d, %d], got [%d, %d]", g->file->path, place, name, max_int(rows, 1), cols,
-            t->rows, t->cols);
-    return t;
-}
-
-static Matrix gguf_matrix(Model *m, Gguf *g, int layer, const char *name, int rows, int cols, int turn_halves) {
-    const GgufTensor *t = gguf_need(g, layer, name, rows, cols);
-    Source s = {.format = t->format, .weights = t->data, .turn_halves = turn_halves};
-    Matrix w;
-    if (step_columns(t->format->type) == 2 && cols % 2) { // half a step: rare enough to become floats
-        float *values = alloc_pages((size_t)rows * (size_t)cols, sizeof *values, name);
-        for (int r = 0; r < rows; r++)
-            unpack_row(t->format, t->data + (size_t)r * (size_t)cols * 2, cols, values + (size_t)r * (size_t)cols);
-        s.format = format_by_id(PLAIN_F32);
-        s.weights = (const uint8_t *)values;
-        w = matrix_load(m, rows, cols, s);
-        free_pages(values, (size_t)rows * (size_t)cols, sizeof *values);
-    } else {
-        w = matrix_load(m, rows, cols, s);
-    }
-    mapping_release(g->file, t->data, t->bytes);
-    return w;
-}
-
-// A norm or bias as floats; NULL where it may be missing and is.
-static float *gguf_vector(Gguf *g, int layer, const char *name, int n, int turn_halves, bool optional) {
-    if (optional && !gguf_tensor(g, layer, name)) return NULL;
-    const GgufTensor *t = gguf_need(g, layer, name, 0, n);
-    float *file = alloc((size_t)n, sizeof *file, name), *out = alloc((size_t)n, sizeof *out, name);
-    unpack_row(t->format, t->data, n, file);
-    Source order = {.turn_halves = turn_halves};
-    for (int i = 0; i < n; i++) out[i] = file[source_row(&order, i)];
-    free(file);
-    return out;
-}
-
-// `key` of the file's architecture, as "llama.context_length".
-static const char *gguf_arch_key(const Gguf *g, char out[96], const char *key) {
-    String arch = gguf_string(g, "general.architecture");
-    snprintf(out, 96, "%.*s.%s", shown(arch), arch.text, key);
-    return out;
-}
-
-static int gguf_arch_int(const Gguf *g, const char *key, int otherwise) {
-    char name[96];
-    return gguf_int(g, gguf_arch_key(g, name, key), otherwise);
-}
-
-static double gguf_arch_number(const Gguf *g, const char *key, double otherwise) {
-    char name[96];
-    return gguf_number(g, gguf_arch_key(g, name, key), otherwise);
-}
-
-static void gguf_rope(Gguf *g, Config *c) {
-    char key[96];
-    c->rope_base = gguf_arch_number(g, "rope.freq_base", 10000);
-    c->rope_factor = gguf_arch_number(g, "rope.scaling.factor", gguf_arch_number(g, "rope.scale_linear", 1));
-    c->rope_n_ctx = gguf_arch_int(g, "rope.scaling.original_context_length", c->n_ctx_train);
-    String type = gguf_string(g, gguf_arch_key(g, key, "rope.scaling.type"));
-    if (string_is(type, "linear") || (!type.len && c->rope_factor != 1)) c->rope_scaling = ROPE_LINEAR;
-    else if (string_is(type, "yarn")) c->rope_scaling = ROPE_YARN;
-    else if (string_is(type, "llama3") && !gguf_tensor(g, -1, "rope_freqs.weight"))
-        die("%s: RoPE is scaled as in Llama 3, but tensor rope_freqs.weight is missing", g->file->path);
-    else if (type.len && !string_is(type, "none") && !string_is(type, "llama3"))
-        die("%s: key %s: expected none, linear, llama3 or yarn, got %.*s", g->file->path, key, shown(type), type.text);
-    static const struct {
-        const char *key;
-        double usual;
-    } fixed[] = {
-        {"rope.scaling.attn_factor", 1},     {"rope.scaling.yarn_attn_factor", 1}, {"rope.scaling.yarn_ext_factor", 1},
-        {"rope.scaling.yarn_beta_fast", 32}, {"rope.scaling.yarn_beta_slow", 1},   {"attention.scale", 0},
-        {"final_logit_softcapping", 0},      {"attn_logit_softcapping", 0},        {"logit_scale", 0}};
-    for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
-        if (gguf_arch_number(g, fixed[i].key, fixed[i].usual) != fixed[i].usual)
-            die("%s: key %s: only %g is supported, got %g", g->file->path, gguf_arch_key(g, key, fixed[i].key),
-                fixed[i].usual, gguf_arch_number(g, fixed[i].key, 0));
-    int turned = gguf_arch_int(g, "rope.dimension_count", c->head_dim);
-    if (turned != c->head_dim)
-        die("%s: RoPE turns %d of %d dimensions of a head; expected all", g->file->path, turned, c->head_dim);
-}
-
-// The hyperparameters, from the metadata, all but the size of the vocabulary.
-static Config gguf_config(Gguf *g) {
-    Config c = {.rope_factor = 1};
-    String arch = gguf_string(g, "general.architecture");
-    bool qwen = string_is(arch, "qwen2") || string_is(arch, "qwen3");
-    if (!string_is(arch, "llama") && !qwen)
-        die("%s: this GGUF file's architecture: expected llama, qwen2 or qwen3, got '%.*s'", g->file->path, shown(arch),
-            arch.text);
-    c.dim = gguf_arch_int(g, "embedding_length", 0);
-    c.hidden_dim = gguf_arch_int(g, "feed_forward_length", 0);
-    c.n_layers = gguf_arch_int(g, "block_count", 0);
-    c.n_heads = gguf_arch_int(g, "attention.head_count", 0);
-    c.n_kv_heads = gguf_arch_int(g, "attention.head_count_kv", c.n_heads);
-    c.head_dim = gguf_arch_int(g, "attention.key_length", c.n_heads > 0 ? c.dim / c.n_heads : 0);
-    c.n_ctx_train = gguf_arch_int(g, "context_length", 0);
-    c.sliding_window = gguf_arch_int(g, "attention.sliding_window", 0);
-    c.norm_eps = (float)gguf_arch_number(g, "attention.layer_norm_rms_epsilon", 1e-5);
-    c.rope_halves = qwen;
-    if (gguf_arch_int(g, "attention.value_length", c.head_dim) != c.head_dim)
-        die("%s: keys and values have different widths; expected the same", g->file->path);
-    if (gguf_arch_int(g, "expert_count", 0) > 0) die("%s: a mixture of experts; expected a dense model", g->file->path);
-    gguf_rope(g, &c);
-    return c;
-}
-
-static void gguf_layer(Model *m, Gguf *g, int l) {
-    const Config *c = &m->config;
-    Layer *a = &m->layers[l];
-    int q = q_dim(c), kv = kv_dim(c), turn = c->rope_halves ? c->head_dim : 0;
-    a->attn_norm = gguf_vector(g, l, "attn_norm.weight", c->dim, 0, false);
-    a->ffn_norm = gguf_vector(g, l, "ffn_norm.weight", c->dim, 0, false);
-    a->q = gguf_matrix(m, g, l, "attn_q.weight", q, c->dim, turn);
-    a->k = gguf_matrix(m, g, l, "attn_k.weight", kv, c->dim, turn);
-    a->v = gguf_matrix(m, g, l, "attn_v.weight", kv, c->dim, 0);
-    a->o = gguf_matrix(m, g, l, "attn_output.weight", c->dim, q, 0);
-    a->q_bias = gguf_vector(g, l, "attn_q.bias", q, turn, true);
-    a->k_bias = gguf_vector(g, l, "attn_k.bias", kv, turn, true);
-    a->v_bias = gguf_vector(g, l, "attn_v.bias", kv, 0, true);
-    a->o_bias = gguf_vector(g, l, "attn_output.bias", c->dim, 0, true);
-    a->q_norm = gguf_vector(g, l, "attn_q_norm.weight", c->head_dim, turn, true);
-    a->k_norm = gguf_vector(g, l, "attn_k_norm.weight", c->head_dim, turn, true);
-    a->gate = gguf_matrix(m, g, l, "ffn_gate.weight", c->hidden_dim, c->dim, 0);
-    a->up = gguf_matrix(m, g, l, "ffn_up.weight", c->hidden_dim, c->dim, 0);
-    a->down = gguf_matrix(m, g, l, "ffn_down.weight", c->dim, c->hidden_dim, 0);
-}
-
-static void gguf_load(Model *m, Gguf *g) {
-    Config *c = &m->config;
-    *c = gguf_config(g);
-    String name = gguf_string(g, "general.name");
-    snprintf(m->name, sizeof m->name, "%.*s", shown(name), name.text);
-    const GgufTensor *embed = gguf_tensor(g, -1, "token_embd.weight");
-    if (!embed) die("%s: tensor token_embd.weight is missing: a vocabulary without a model?", g->file->path);
-    const GgufTensor *first = gguf_tensor(g, 0, "ffn_gate.weight");
-    snprintf(m->format, sizeof m->format, "GGUF version %d, %s", g->version, (first ? first : embed)->format->name);
-    c->vocab_size = embed->rows;
-    config_check(c, g->file->path, "GGUF model");
-    m->layers = alloc((size_t)c->n_layers, sizeof *m->layers, "layers");
-    m->embed = gguf_matrix(m, g, -1, "token_embd.weight", c->vocab_size, c->dim, 0);
-    m->tied = !gguf_tensor(g, -1, "output.weight");
-    m->output = m->tied ? m->embed : gguf_matrix(m, g, -1, "output.weight", c->vocab_size, c->dim, 0);
-    m->final_norm = gguf_vector(g, -1, "output_norm.weight", c->dim, 0, false);
-    double start = seconds();
-    for (int l = 0; l < c->n_layers; l++) {
-        gguf_layer(m, g, l);
-        show_progress("loading, layers", l + 1, c->n_layers, start);
-    }
-    m->rope_divisors = gguf_vector(g, -1, "rope_freqs.weight", c->head_dim / 2, 0, true);
-    rope_prepare(m);
-    for (int i = 0; i < g->n_tensors; i++) // a tensor that nobody asked for belongs to a network that is not this one
-        if (!g->tensors[i].used)
-            die("%s: tensor %.*s has no place in this architecture", g->file->path, (int)g->tensors[i].name.len,
-                g->tensors[i].name.text);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// §10 Checkpoints
-//
-// llama2.c's own files, the flat checkpoint that continues them, and how to tell what a file is. A loader reads the
-// header, checks that the file is exactly as long as it implies, and hands each matrix to §8.
-
-// --- llama2.c checkpoints, versions 0, 1 and 2
-//
-//   version 0   7 int32 (below); float32 tensors. A negative vocab_size says that the classifier is separate. After the
-//               final norm lie two tables of RoPE values that nobody reads.
-//   version 1   "ak42" (uint32), 1, 7 int32, uint8 shared_classifier, zeros to byte 256; norms first, then matrices.
-//   version 2   as version 1 with 2, and an int32 group_size after shared_classifier; norms float32, then for each
-//               matrix its int8 values and after them one float32 scale for every group_size values.
-//
-//   the 7:      dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, context length
-
-enum { LLAMA2C_HEADER = 256 };
-
-typedef struct {
-    int version, group_size;
-    bool shared_classifier;
-} Llama2c;
-
-static Config llama2c_header(Reader *r, Llama2c *h) {
-    *h = (Llama2c){0};
-    if (r->size >= 4 && !memcmp(r->data, "24ka", 4)) { // the uint32 "ak42", lowest byte first
-        reader_i32(r, "magic");
-        h->version = reader_i32(r, "version");
-        if (h->version < 1 || h->version > 2)
-            die("%s: expected a checkpoint of version 0, 1, 2 or 3, got version %d", r->path, h->version);
-    }
-    Config c = {.norm_eps = 1e-5f, .rope_base = 10000, .rope_factor = 1};
-    c.dim = reader_i32(r, "dim");
-    c.hidden_dim = reader_i32(r, "hidden_dim");
-    c.n_layers = reader_i32(r, "n_layers");
-    c.n_heads = reader_i32(r, "n_heads");
-    c.n_kv_heads = reader_i32(r, "n_kv_heads");
-    c.vocab_size = reader_i32(r, "vocab_size");
-    c.n_ctx_train = c.rope_n_ctx = reader_i32(r, "context length");
-    h->shared_classifier = c.vocab_size > 0;
-    if (h->version == 0 && c.vocab_size < 0) c.vocab_size = c.vocab_size == INT_MIN ? 0 : -c.vocab_size;
-    if (h->version >= 1) h->shared_classifier = *reader_take(r, 1, "shared_classifier");
-    if (h->version == 2) {
-        h->group_size = reader_i32(r, "group_size");
-        if (h->group_size < 1) die("%s: header: expected a positive group_size, got %d", r->path, h->group_size);
-    }
-    if (h->version >= 1) reader_take(r, LLAMA2C_HEADER - r->pos, "header");
-    c.head_dim = c.n_heads > 0 ? c.dim / c.n_heads : 0;
-    config_check(&c, r->path, h->version ? "llama2.c checkpoint" : "llama2.c checkpoint, and of no other known format");
-    if (c.dim % c.n_heads)
-        die("%s: header: expected dim to be a multiple of n_heads, got %d and %d", r->path, c.dim, c.n_heads);
-    return c;
-}
-
-// The exact size of a checkpoint, from its header alone. Nothing overflows: config_check bounds the fields.
-static size_t llama2c_size(const Config *c, const Llama2c *h) {
-    size_t dim = (size_t)c->dim, kv = (size_t)kv_dim(c), hidden = (size_t)c->hidden_dim, layers = (size_t)c->n_layers;
-    size_t classifiers = h->shared_classifier ? 1 : 2; // with the embedding, which has the same shape
-    size_t matrices[] = {dim * dim, kv * dim, kv * dim, dim * dim, hidden * dim, hidden * dim, hidden * dim};
-    size_t bytes = (h->version == 0 ? 28 : LLAMA2C_HEADER) + (2 * layers + 1) * dim * 4;
-    if (h->version == 0) bytes += (size_t)c->n_ctx_train * (size_t)(c->head_dim / 2) * 2 * 4;
-    for (int i = 0; i < 8; i++) {
-        size_t n = i < 7 ? matrices[i] : (size_t)c->vocab_size * dim, copies = i < 7 ? layers : classifiers;
-        bytes += copies * (h->version == 2 ? n + n / (size_t)h->group_size * 4 : n * 4);
-    }
-    return bytes;
-}
-
-// The next matrix of the file. Groups of version 2 run on through the flat tensor: where they do not end with the rows,
-// or are too small for a panel, the values are multiplied out and kept as floats. Right before fast.
-static Matrix llama2c_matrix(Model *m, const Mapping *file, Reader *r, const Llama2c *h, int rows, int cols,
-                             const char *name) {
-    size_t n = (size_t)rows * (size_t)cols, start = r->pos;
-    Source s = {.format = format_by_id(PLAIN_F32)};
-    Matrix w;
-    if (h->version < 2) {
-        s.weights = reader_take(r, n * 4, name);
-        w = matrix_load(m, rows, cols, s);
-    } else {
-        size_t group = (size_t)h->group_size;
-        if (n % group)
-            die("%s: tensor %s: its %zu values are not a multiple of the group size %zu", r->path, name, n, group);
-        const uint8_t *q = reader_take(r, n, name), *scales = reader_take(r, n / group * 4, name);
-        if ((size_t)cols % group == 0 && group % 16 == 0) {
-            s = (Source){s.format, q, scales, (int)group, 0};
-            w = matrix_load(m, rows, cols, s);
-        } else {
-            float *values = alloc_pages(n, sizeof *values, name), scale;
-            for (size_t i = 0; i < n; i++) {
-                memcpy(&scale, scales + i / group * 4, sizeof scale);
-                values[i] = (float)(int8_t)q[i] * scale;
-            }
-            s.weights = (const uint8_t *)values;
-            w = matrix_load(m, rows, cols, s);
-            free_pages(values, n, sizeof *values);
-        }
-    }
-    mapping_release(file, r->data + start, r->pos - start);
-    return w;
-}
-
-static void llama2c_load(Model *m, const Mapping *file) {
-    Reader reader = {file->path, file->data, file->size, 0}, *r = &reader;
-    Llama2c h;
-    const Config c = m->config = llama2c_header(r, &h);
-    snprintf(m->format, sizeof m->format, "llama2.c version %d (%s)", h.version, h.version == 2 ? "int8" : "float32");
-    size_t expected = llama2c_size(&c, &h);
-    if (r->size != expected)
-        die("%s: %s: expected %zu bytes from the header, got a file of %zu bytes", r->path, m->format, expected,
-            r->size);
-    m->tied = h.shared_classifier;
-    m->counts_prompt = true;
-    m->layers = alloc((size_t)c.n_layers, sizeof *m->layers, "layers");
-    // Tensors of one kind lie together, for all layers. Each kind is one turn of a loop; the order is the file's.
-#define EACH_LAYER(field, value) \
-    for (int l = 0; l < c.n_layers; l++) m->layers[l].field = (value)
-#define NORM(name) reader_f32_array(r, (size_t)c.dim, name)
-#define MATRIX(rows, cols, name) llama2c_matrix(m, file, r, &h, rows, cols, name)
-    if (h.version == 0) m->embed = MATRIX(c.vocab_size, c.dim, "token_embedding");
-    EACH_LAYER(attn_norm, NORM("attention_norm"));
-    if (h.version >= 1) {
-        EACH_LAYER(ffn_norm, NORM("ffn_norm"));
-        m->final_norm = NORM("norm");
-        m->embed = MATRIX(c.vocab_size, c.dim, "token_embedding");
-    }
-    EACH_LAYER(q, MATRIX(q_dim(&c), c.dim, "wq"));
-    EACH_LAYER(k, MATRIX(kv_dim(&c), c.dim, "wk"));
-    EACH_LAYER(v, MATRIX(kv_dim(&c), c.dim, "wv"));
-    EACH_LAYER(o, MATRIX(c.dim, q_dim(&c), "wo"));
-    if (h.version == 0) EACH_LAYER(ffn_norm, NORM("ffn_norm"));
-    EACH_LAYER(gate, MATRIX(c.hidden_dim, c.dim, "w1"));
-    EACH_LAYER(down, MATRIX(c.dim, c.hidden_dim, "w2"));
-    EACH_LAYER(up, MATRIX(c.hidden_dim, c.dim, "w3"));
-    if (h.version == 0) {
-        m->final_norm = NORM("norm");
-        reader_take(r, (size_t)c.n_ctx_train * (size_t)(c.head_dim / 2) * 2 * 4, "freq_cis tables");
-    }
-    m->output = m->tied ? m->embed : MATRIX(c.vocab_size, c.dim, "output");
-#undef EACH_LAYER
-#undef NORM
-#undef MATRIX
-    rope_prepare(m);
-}
-
-// --- version 3, the flat checkpoint: the panels lie in the file as §4 wants them (doc/formats.md has it byte by byte)
-//
-//   header of 256 bytes:  magic, version, file size, tensor count, flags, two offsets, hyperparameters, name
-//   table:                64 bytes for each tensor: kind, layer, type, shape, group, scale type, zero, three offsets
-//   then, each on a multiple of 64: panels, scales, minima; and the tokenizer
-
-enum { FLAT_HEADER = 256, FLAT_ALIGNMENT = 64, FLAT_TIED = 1, FLAT_TOKENIZER = 2 };
-
-// The tensors by kind: where in Model or Layer they go, and their shape, a letter for each dimension.
-static const struct {
-    const char *name;
-    bool in_layer, matrix, optional;
-    size_t at;
-    char rows, cols;
-} flat_tensors[] = {
-    {"embedding", false, true, false, offsetof(Model, embed), 'V', 'D'},
-    {"output", false, true, true, offsetof(Model, output), 'V', 'D'},
-    {"final norm", false, false, false, offsetof(Model, final_norm), '1', 'D'},
-    {"attention norm", true, false, false, offsetof(Layer, attn_norm), '1', 'D'},
-    {"feed-forward norm", true, false, false, offsetof(Layer, ffn_norm), '1', 'D'},
-    {"q", true, true, false, offsetof(Layer, q), 'Q', 'D'},
-    {"k", true, true, false, offsetof(Layer, k), 'K', 'D'},
-    {"v", true, true, false, offsetof(Layer, v), 'K', 'D'},
-    {"o", true, true, false, offsetof(Layer, o), 'D', 'Q'},
-    {"gate", true, true, false, offsetof(Layer, gate), 'F', 'D'},
-    {"up", true, true, false, offsetof(Layer, up), 'F', 'D'},
-    {"down", true, true, false, offsetof(Layer, down), 'D', 'F'},
-    {"q bias", true, false, true, offsetof(Layer, q_bias), '1', 'Q'},
-    {"k bias", true, false, true, offsetof(Layer, k_bias), '1', 'K'},
-    {"v bias", true, false, true, offsetof(Layer, v_bias), '1', 'K'},
-    {"o bias", true, false, true, offsetof(Layer, o_bias), '1', 'D'},
-    {"q norm", true, false, true, offsetof(Layer, q_norm), '1', 'H'},
-    {"k norm", true, false, true, offsetof(Layer, k_norm), '1', 'H'},
-    {"RoPE divisors", false, false, true, offsetof(Model, rope_divisors), '1', 'R'},
-};
-enum { N_FLAT_TENSORS = sizeof flat_tensors / sizeof *flat_tensors };
-
-static int flat_dim(const Config *c, char letter) {
-    switch (letter) {
-    case 'V': return c->vocab_size;
-    case 'D': return c->dim;
-    case 'Q': return q_dim(c);
-    case 'K': return kv_dim(c);
-    case 'F': return c->hidden_dim;
-    case 'H': return c->head_dim;
-    case 'R': return c->head_dim / 2;
-    default: return 1;
-    }
-}
-
-// Where a tensor of this kind and layer goes.
-static void *flat_place(Model *m, int kind, int layer) {
-    return (char *)(flat_tensors[kind].in_layer ? (void *)&m->layers[layer] : (void *)m) + flat_tensors[kind].at;
-}
-
-// n bytes of the file at an offset that the file itself names.
-static const void *flat_data(const Mapping *file, uint64_t offset, size_t n, const char *what) {
-    if (offset % FLAT_ALIGNMENT || offset < FLAT_HEADER || offset > file->size || n > file->size - offset)
-        die("%s: tensor %s: expected %zu bytes at a multiple of %d within the file of %zu bytes, got offset %llu",
-            file->path, what, n, FLAT_ALIGNMENT, file->size, (unsigned long long)offset);
-    return file->data + offset;
-}
-
-// One entry of the table.
-static void flat_tensor(Model *m, const Mapping *file, Reader *r) {
-    const Config *c = &m->config;
-    int kind = reader_i32(r, "kind of a tensor"), layer = reader_i32(r, "layer of a tensor");
-    if (kind < 0 || kind >= N_FLAT_TENSORS)
-        die("%s: expected kinds of tensors below %d, got %d", r->path, N_FLAT_TENSORS, kind);
-    const char *name = flat_tensors[kind].name;
-    bool in_layer = flat_tensors[kind].in_layer;
-    if (in_layer ? layer < 0 || layer >= c->n_layers : layer != -1)
-        die("%s: tensor %s: there is no layer %d", r->path, name, layer);
-    Matrix w = {(Type)reader_i32(r, "type"),
-                reader_i32(r, "rows"),
-                reader_i32(r, "cols"),
-                reader_i32(r, "group"),
-                F32,
-                0,
-                0,
-                0,
-                0};
-    w.scale_type = (Type)reader_i32(r, "scale type");
-    w.zero = reader_i32(r, "zero");
-    uint64_t panels = reader_u64(r, "offset"), scales = reader_u64(r, "offset"), mins = reader_u64(r, "offset");
-    reader_take(r, 8, "end of an entry");
-    int rows = flat_dim(c, flat_tensors[kind].rows), cols = flat_dim(c, flat_tensors[kind].cols);
-    if (w.rows != rows || w.cols != cols)
-        die("%s: tensor %s of layer %d: expected [%d, %d], got [%d, %d]", r->path, name, layer, rows, cols, w.rows,
-            w.cols);
-    bool sound = w.type <= I4 && w.cols % step_columns(w.type) == 0 && w.scale_type <= F16;
-    sound = sound && (w.zero == 0 || (w.type == I4 && w.zero == 8)) && (is_quantized(w.type) || w.group == 0);
-    if (w.type == I8) sound = sound && w.group >= 16 && w.group % 16 == 0 && w.cols % w.group == 0;
-    if (w.type == I4) sound = sound && w.group == 32 && w.cols % 32 == 0;
-    if (w.type == I8 && mins) sound = sound && w.group % 32 == 0;
-    if (!flat_tensors[kind].matrix) sound = w.type == F32;
-    if (!sound)
-        die("%s: tensor %s of layer %d: type %d, group %d, scale type %d and zero %d do not go together", r->path, name,
-            layer, w.type, w.group, w.scale_type, w.zero);
-    void *place = flat_place(m, kind, layer);
-    if (flat_tensors[kind].matrix ? ((Matrix *)place)->panels != NULL : *(const float **)place != NULL)
-        die("%s: tensor %s of layer %d is there twice", r->path, name, layer);
-    if (!flat_tensors[kind].matrix) {
-        *(const float **)place = flat_data(file, panels, (size_t)cols * sizeof(float), name);
-        return;
-    }
-    size_t n = matrix_panels(&w);
-    w.panels = flat_data(file, panels, n * panel_words(&w) * 4, name);
-    if (is_quantized(w.type)) w.scales = flat_data(file, scales, n * panel_scales(&w) * scale_bytes(&w), name);
-    if (is_quantized(w.type) && mins) w.mins = flat_data(file, mins, n * panel_scales(&w) * scale_bytes(&w), name);
-    m->any_quantized |= is_quantized(w.type);
-    m->any_bf16 |= w.type == BF16;
-    *(Matrix *)place = w;
-}
-
-static void flat_config(Config *c, Reader *r) {
-    int *fields[] = {&c->dim,      &c->hidden_dim, &c->n_layers,    &c->n_heads,       &c->n_kv_heads,
-                     &c->head_dim, &c->vocab_size, &c->n_ctx_train, &c->sliding_window};
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) *fields[i] = reader_i32(r, "hyperparameters");
-    c->rope_scaling = (RopeScaling)reader_i32(r, "RoPE scaling");
-    c->rope_n_ctx = reader_i32(r, "context before scaling");
-    c->norm_eps = reader_f32(r, "norm epsilon");
-    c->rope_base = reader_f64(r, "RoPE base");
-    c->rope_factor = reader_f64(r, "RoPE factor");
-    config_check(c, r->path, "flat checkpoint");
-}
-
-static void flat_load(Model *m, Mapping *file) {
-    Reader reader = {file->path, file->data, file->size, 8}, *r = &reader;
-    reader_u64(r, "file size");
-    uint32_t n = reader_u32(r, "number of tensors"), flags = reader_u32(r, "flags");
-    uint64_t table = reader_u64(r, "offset of the table");
-    reader_u64(r, "offset of the tokenizer");
-    flat_config(&m->config, r);
-    memcpy(m->name, reader_take(r, sizeof m->name, "name"), sizeof m->name - 1);
-    if (n > r->size / 64) die("%s: expected at most %zu tensors in this file, got %u", r->path, r->size / 64, n);
-    r->pos = (size_t)((const uint8_t *)flat_data(file, table, (size_t)n * 64, "table") - file->data);
-    m->tied = flags & FLAT_TIED;
-    m->layers = alloc((size_t)m->config.n_layers, sizeof *m->layers, "layers");
-    for (uint32_t i = 0; i < n; i++) flat_tensor(m, file, r);
-    if (m->tied && !m->output.panels) m->output = m->embed;
-    for (int kind = 0; kind < N_FLAT_TENSORS; kind++)
-        for (int l = 0; l < (flat_tensors[kind].in_layer ? m->config.n_layers : 1); l++) {
-            const void *place = flat_place(m, kind, l);
-            bool there =
-                flat_tensors[kind].matrix ? ((const Matrix *)place)->panels != NULL : *(float *const *)place != NULL;
-            if (!there && (!flat_tensors[kind].optional || kind == 1))
-                die("%s: tensor %s is missing (layer %d)", r->path, flat_tensors[kind].name, l);
-        }
-    snprintf(m->format, sizeof m->format, "flat checkpoint (version 3), %s", type_name(m->layers[0].q.type));
-    rope_prepare(m);
-    m->file = *file; // the model lives in the file, which stays mapped as long as it does
-    file->data = NULL;
-}
-
-// --- any checkpoint
-
-// An open file, recognised by its first bytes. It stays where it is allocated: the parts point to it.
-typedef struct {
-    Mapping file;
-    Gguf *gguf; // or NULL
-    bool flat;  // neither: llama2.c
-} Checkpoint;
-
-// Name the formats that people try and this program does not read, each with the way out.
-static void refuse_other_formats(const Mapping *file) {
-    static const struct {
-        size_t offset;
-        const char *magic, *name;
-    } others[] = {{0, "PK\3\4", "a PyTorch or zip file; export it to a .bin first"},
-                  {0, "tjgg", "an old GGML file; convert it to GGUF first"},
-                  {0, "lmgg", "an old GGML file; convert it to GGUF first"},
-                  {8, "{\"", "a safetensors file; export it to a .bin first"}};
-    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-        size_t n = strlen(others[i].magic);
-        if (file->size >= others[i].offset + n && !memcmp(file->data + others[i].offset, others[i].magic, n))
-            die("%s: this is %s", file->path, others[i].name);
-    }
-}
-
-static Checkpoint *checkpoint_open(const char *path) {
-    Checkpoint *c = alloc(1, sizeof *c, "checkpoint");
-    c->file = map_file(path);
-    refuse_other_formats(&c->file);
-    if (c->file.size >= 4 && !memcmp(c->file.data, "GGUF", 4)) c->gguf = gguf_open(&c->file);
-    c->flat = c->file.size >= 8 && !memcmp(c->file.data, "24ka\3\0\0\0", 8);
-    if (c->flat) {
-        Reader r = {path, c->file.data, c->file.size, 8};
-        uint64_t size = reader_u64(&r, "file size");
-        if (size != r.size) die("%s: truncated: expected %llu bytes, got %zu", path, (unsigned long long)size, r.size);
-    }
-    return c;
-}
-
-static void checkpoint_close(Checkpoint *c) {
-    gguf_free(c->gguf);
-    unmap_file(&c->file);
-    free(c);
-}
-
-static Model *model_load(Checkpoint *checkpoint, int n_threads) {
-    Model *m = alloc(1, sizeof *m, "model");
-    m->path = checkpoint->file.path;
-    m->n_threads = n_threads;
-    if (checkpoint->gguf) gguf_load(m, checkpoint->gguf);
-    else if (checkpoint->flat) flat_load(m, &checkpoint->file);
-    else llama2c_load(m, &checkpoint->file);
-    return m;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// §11 Words
-//
-// Text as characters: UTF-8, the classes of Unicode, and the patterns by which byte-level vocabularies (§12) cut a
-// text into words before anything is merged.
+// Text as characters: the classes of Unicode, and the patterns by which byte-level vocabularies (§9) cut a text into
+// words before anything is merged.
 
 // --- characters
 
@@ -3093,97 +1774,65 @@ static const char unicode_runs[] =
     "-785N59-N3-N4-76N45-N15-194O4-O27-O2-O-2O-O10-O4-O-O-6O-4O-O-O-O3-O2-O-2O-O-O-O-O-O2-O-2O4-O7-O4-O4-O-O10-O17-5O3"
     "-O5-O17-580N13-2787N10-1030O42720-32O4153-7O222-2O5762-14O7473-3103O542-1506O4939-716213M240-196112";
 
-typedef struct {
-    uint32_t start;
-    char class;
-} Run;
-
-enum { MAX_RUNS = 4096 };
-static Run unicode_table[MAX_RUNS]; // unicode_runs unfolded by unicode_prepare; constant from then on
-static int n_unicode_runs;
+static char unicode_classes[0x110000]; // of each code point: unicode_runs, unfolded; constant from then on
 
 static void unicode_prepare(void) {
-    uint32_t start = 0;
-    n_unicode_runs = 0;
-    for (const char *p = unicode_runs; *p && n_unicode_runs < MAX_RUNS;) {
-        unicode_table[n_unicode_runs++] = (Run){start, *p++};
-        start += isdigit((unsigned char)*p) ? (uint32_t)strtoul(p, (char **)&p, 10) : 1;
+    size_t start = 0, n;
+    for (const char *p = unicode_runs; *p; start += n) {
+        char class = *p++;
+        n = isdigit((unsigned char)*p) ? strtoul(p, (char **)&p, 10) : 1;
+        memset(unicode_classes + start, class, n);
     }
-}
-
-static char unicode_class(uint32_t c) {
-    int low = 0, high = n_unicode_runs - 1; // the last run that starts at or before c
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (unicode_table[middle].start <= c) low = middle;
-        else high = middle - 1;
-    }
-    return unicode_table[low].class;
+    assert(start == sizeof unicode_classes);
 }
 
 // --- the pre-tokenizers
 //
-// Each is a regular expression, tried at every place of the text: what it matches is a word, and so is what lies
-// between two matches. Some vocabularies apply several, one after the other.
+// Each is a regular expression, tried at every character of the text: what it matches is a word, and so is what lies
+// between two matches. Some vocabularies apply several, in stages. The pattern stands above the function that matches
+// it; i is where the match begins, the function returns where it ends.
 
-// Their patterns, each above the function that matches it.
 typedef enum { NO_STAGE, GPT2, ONE_NUMBER, NUMBERS, THREE_DIGITS, PUNCTUATION, LLAMA3, QWEN2, TEKKEN } Stage;
 
-// A text as characters. One more stands behind the last: class 0, which no pattern matches.
 typedef struct {
-    const char *text;
-    uint32_t *code;
-    char *class;
-    size_t *at; // offset in bytes
-    int n;
-} Chars;
+    uint32_t code;
+    int at; // offset in the text, in bytes
+    char class;
+} Char;
 
-static Chars chars_open(const char *text, size_t n) {
-    Chars c = {text, alloc(n + 1, sizeof *c.code, "text"), alloc(n + 1, 1, "text"), alloc(n + 1, sizeof *c.at, "text"),
-               0};
-    for (size_t i = 0; i < n; c.n++) {
+// A text as characters, *n_chars of them; after the last comes one more, of class 0, which no pattern matches.
+static Char *chars_open(const char *text, size_t n, int *n_chars) {
+    Char *c = alloc(n + 1, sizeof *c, "text");
+    int count = 0;
+    for (size_t i = 0; i < n; count++) {
         int len = utf8_scan(text + i, n - i);
-        c.code[c.n] = len > 0 ? utf8_decode(text + i, len) : 0xFFFD; // a byte that is no character counts as a symbol
-        c.class[c.n] = unicode_class(c.code[c.n]);
-        c.at[c.n] = i;
+        uint32_t code = len > 0 ? utf8_decode(text + i, len) : 0xFFFD; // a byte that is no character counts as a symbol
+        c[count] = (Char){code, (int)i, unicode_classes[code]};
         i += (size_t)max_int(len, 1);
     }
-    c.at[c.n] = n;
+    c[count].at = (int)n;
+    *n_chars = count;
     return c;
 }
 
-static void chars_free(Chars *c) {
-    free(c->code);
-    free(c->class);
-    free(c->at);
-}
-
-static bool is_letter(char class) {
-    return class == 'U' || class == 'L' || class == 'O';
-}
-
-static bool is_other(char class) { // [^\s\p{L}\p{N}]
-    return class && class != 'S' && class != 'N' && !is_letter(class);
-}
-
-static bool is_newline(uint32_t code) {
-    return code == '\r' || code == '\n';
-}
+static bool is_letter(char class) { return class == 'U' || class == 'L' || class == 'O'; }
+static bool is_symbol(char class) { return class == 'M' || class == 'P' || class == '-'; } // [^\s\p{L}\p{N}]
+static bool is_newline(uint32_t code) { return code == '\r' || code == '\n'; }
 
 // The end of the run of characters from i on whose class is in `classes`, before `end`.
-static int run_of(const Chars *c, int i, int end, const char *classes) {
-    while (i < end && strchr(classes, c->class[i])) i++;
+static int run_of(const Char *c, int i, int end, const char *classes) {
+    while (i < end && strchr(classes, c[i].class)) i++;
     return i;
 }
 
 // 's|'t|'re|'ve|'m|'ll|'d at i: its end, or i. any_case: (?i: ...), where also U+017F is an s.
-static int match_contraction(const Chars *c, int i, int end, bool any_case) {
+static int match_contraction(const Char *c, int i, int end, bool any_case) {
     static const char *const endings[] = {"s", "t", "re", "ve", "m", "ll", "d"};
-    if (c->code[i] != '\'') return i;
+    if (c[i].code != '\'') return i;
     for (int e = 0; e < 7; e++) {
         int len = (int)strlen(endings[e]), same = 0;
         while (same < len && i + 1 + same < end) {
-            uint32_t code = c->code[i + 1 + same];
+            uint32_t code = c[i + 1 + same].code;
             if (any_case && code >= 'A' && code <= 'Z') code += 32;
             if (any_case && code == 0x17F) code = 's';
             if (code != (uint32_t)endings[e][same]) break;
@@ -3195,80 +1844,78 @@ static int match_contraction(const Chars *c, int i, int end, bool any_case) {
 }
 
 // \s+(?!\S)|\s+ at i: white space, but before a word its last character belongs to the word.
-static int match_space(const Chars *c, int i, int end) {
+static int match_space(const Char *c, int i, int end) {
     int stop = run_of(c, i, end, "S");
     return stop < end && stop - i > 1 ? stop - 1 : stop;
 }
 
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-static int match_gpt2(const Chars *c, int i, int end) {
+static int match_gpt2(const Char *c, int i, int end) {
     int stop = match_contraction(c, i, end, false);
     if (stop > i) return stop;
-    int word = i + (c->code[i] == ' ');
-    if (word < end && c->class[word] != 'S') {
-        const char *classes = is_letter(c->class[word]) ? "ULO" : c->class[word] == 'N' ? "N" : "MP-";
+    int word = i + (c[i].code == ' ');
+    if (word < end && c[word].class != 'S') {
+        const char *classes = is_letter(c[word].class) ? "ULO" : c[word].class == 'N' ? "N" : "MP-";
         return run_of(c, word, end, classes);
     }
     return match_space(c, i, end);
 }
 
 // [\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*
-static int match_cased_word(const Chars *c, int i, int end) {
+static int match_cased_word(const Char *c, int i, int end) {
     int upper = run_of(c, i, end, "UOM"), lower = run_of(c, upper, end, "LOM");
     if (lower > upper) return lower;
-    for (int last = upper; last > i; last--) // without a small letter behind: up to the last that counts as either
-        if (c->class[last - 1] != 'U') return last;
+    for (int last = upper; last > i; last--) // no small letter follows: up to the last that counts as either
+        if (c[last - 1].class != 'U') return last;
     return upper;
 }
 
-// llama3:  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+// llama3:  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|
+//          \s*[\r\n]+|\s+(?!\S)|\s+
 // qwen2:   the same with \p{N} instead of \p{N}{1,3}
 // tekken:  without the first, with match_cased_word for \p{L}+, \p{N}, and [\r\n/]* for [\r\n]*
-static int match_modern(const Chars *c, int i, int end, Stage stage) {
+static int match_modern(const Char *c, int i, int end, Stage stage) {
     int stop = stage == TEKKEN ? i : match_contraction(c, i, end, true);
     if (stop > i) return stop;
-    bool leads = !is_letter(c->class[i]) && c->class[i] != 'N' && !is_newline(c->code[i]);
+    bool leads = !is_letter(c[i].class) && c[i].class != 'N' && !is_newline(c[i].code);
     for (int word = i + leads; word >= i; word--) {
         stop = stage == TEKKEN ? match_cased_word(c, word, end) : run_of(c, word, end, "ULO");
         // tekken: a mark counts as a small letter itself, before it counts as what stands in front of capitals
-        if (stage == TEKKEN && word > i && c->class[i] == 'M' && run_of(c, word, end, "U") == stop) continue;
+        if (stage == TEKKEN && word > i && c[i].class == 'M' && run_of(c, word, end, "U") == stop) continue;
         if (stop > word) return stop;
     }
-    if (c->class[i] == 'N') return run_of(c, i, min_int(end, i + (stage == LLAMA3 ? 3 : 1)), "N");
-    int symbols = i + (c->code[i] == ' ' && i + 1 < end);
-    if (is_other(c->class[symbols])) {
+    if (c[i].class == 'N') return run_of(c, i, min_int(end, i + (stage == LLAMA3 ? 3 : 1)), "N");
+    int symbols = i + (c[i].code == ' ' && i + 1 < end);
+    if (is_symbol(c[symbols].class)) {
         stop = run_of(c, symbols, end, "MP-");
-        while (stop < end && (is_newline(c->code[stop]) || (stage == TEKKEN && c->code[stop] == '/'))) stop++;
+        while (stop < end && (is_newline(c[stop].code) || (stage == TEKKEN && c[stop].code == '/'))) stop++;
         return stop;
     }
     for (stop = run_of(c, i, end, "S"); stop > i; stop--)
-        if (is_newline(c->code[stop - 1])) return stop;
+        if (is_newline(c[stop - 1].code)) return stop;
     return match_space(c, i, end);
 }
 
-static bool is_ascii_digit(const Chars *c, int i) {
-    return c->code[i] >= '0' && c->code[i] <= '9';
-}
-
-// Where the match of a stage's pattern at i ends; i: there is none. i < end <= c->n.
-static int match_stage(Stage stage, const Chars *c, int i, int end) {
+// Where the match of a stage's pattern at i ends; i: there is none. i < end.
+static int match_stage(Stage stage, const Char *c, int i, int end) {
+    int stop = i;
     switch (stage) {
     case GPT2: return match_gpt2(c, i, end);
-    case ONE_NUMBER: return i + (c->class[i] == 'N'); // \p{N}
-    case NUMBERS: return run_of(c, i, end, "N");      // \p{N}+
-    case THREE_DIGITS:                                // [0-9][0-9][0-9]
-        return i + 3 <= end && is_ascii_digit(c, i) && is_ascii_digit(c, i + 1) && is_ascii_digit(c, i + 2) ? i + 3 : i;
+    case ONE_NUMBER: return i + (c[i].class == 'N'); // \p{N}
+    case NUMBERS: return run_of(c, i, end, "N");     // \p{N}+
+    case THREE_DIGITS:                               // [0-9][0-9][0-9]
+        while (stop < min_int(i + 3, end) && c[stop].code >= '0' && c[stop].code <= '9') stop++;
+        return stop == i + 3 ? stop : i;
     case PUNCTUATION: // [\p{P}\$\+<=>\^~\|]+
-        while (i < end &&
-               (c->class[i] == 'P' || (c->code[i] && c->code[i] < 128 && strchr("$+<=>^~|", (int)c->code[i]))))
-            i++;
-        return i;
+        while (stop < end && (c[stop].class == 'P' || (c[stop].code < 128 && memchr("$+<=>^~|", (int)c[stop].code, 8))))
+            stop++;
+        return stop;
     default: return match_modern(c, i, end, stage);
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §12 Tokenizer
+// §9 Tokenizer
 //
 // A model reads token ids. The vocabulary lists the piece of text of each id; byte-pair encoding (BPE) cuts a text into
 // pieces: it starts from single characters and merges, again and again, the neighbouring pair that comes first in the
@@ -3285,14 +1932,8 @@ static int match_stage(Stage stage, const Chars *c, int i, int end) {
 // Rescanning the text for every merge takes time proportional to its square. Here the symbols form a linked list and
 // the pairs that can merge wait in a heap: n log n.
 
-typedef enum {
-    NORMAL_PIECE = 1,
-    UNKNOWN_PIECE,
-    CONTROL_PIECE,
-    USER_PIECE,
-    UNUSED_PIECE,
-    BYTE_PIECE
-} PieceType; // as in GGUF
+// As in GGUF.
+typedef enum { NORMAL_PIECE = 1, UNKNOWN_PIECE, CONTROL_PIECE, USER_PIECE, UNUSED_PIECE, BYTE_PIECE } PieceType;
 
 typedef struct {
     const char *text; // not terminated
@@ -3315,9 +1956,9 @@ typedef struct {
     char *text;           // of all pieces
     int *hash;            // [hash_size] piece ids or -1, open addressing; only pieces that text may become
     uint32_t hash_size;   // a power of two
-    Merge *merges;        // byte-level: [merges_size], open addressing
+    Merge *merges;        // [merges_size], open addressing; only byte-level vocabularies have them
     uint32_t merges_size; // a power of two, or 0
-    int *specials;        // user-defined and control pieces, longest first
+    int *specials;        // ids of the user-defined and the control pieces
     int n_specials;
     int byte_ids[256];        // id of the piece of a byte, or -1
     int bos, unknown;         // ids, or -1
@@ -3331,22 +1972,19 @@ typedef struct {
     char *chat_template; // or NULL
 } Tokenizer;
 
-static uint32_t power_of_two_above(uint32_t n) {
-    uint32_t size = 16;
-    while (size <= n) size *= 2;
-    return size;
-}
-
-static uint32_t hash_bytes(const char *bytes, size_t n) { // FNV-1a
-    uint32_t h = 2166136261u;
-    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)bytes[i]) * 16777619u;
-    return h;
+// A hash table for n entries with open addressing: a power of two of slots, fewer than half of them ever taken. In an
+// empty one all bits are set, so that an id in it is -1.
+static void *hash_open(uint32_t *n_slots, uint32_t n, size_t slot_bytes) {
+    *n_slots = 16;
+    while (*n_slots <= 2 * n) *n_slots *= 2;
+    return memset(alloc(*n_slots, slot_bytes, "vocabulary"), -1, *n_slots * slot_bytes);
 }
 
 // The slot of a piece in the hash, or the empty slot where it would go.
 static uint32_t hash_slot(const Tokenizer *t, const char *text, size_t n) {
-    uint32_t slot = hash_bytes(text, n) & (t->hash_size - 1);
-    for (; t->hash[slot] >= 0; slot = (slot + 1) & (t->hash_size - 1)) {
+    uint32_t slot = 2166136261u; // FNV-1a
+    for (size_t i = 0; i < n; i++) slot = (slot ^ (uint8_t)text[i]) * 16777619u;
+    for (slot &= t->hash_size - 1; t->hash[slot] >= 0; slot = (slot + 1) & (t->hash_size - 1)) {
         const Piece *p = &t->pieces[t->hash[slot]];
         if ((size_t)p->len == n && !memcmp(p->text, text, n)) break;
     }
@@ -3354,9 +1992,7 @@ static uint32_t hash_slot(const Tokenizer *t, const char *text, size_t n) {
 }
 
 // The id of a piece of text, or -1.
-static int tokenizer_find(const Tokenizer *t, const char *text, size_t n) {
-    return t->hash[hash_slot(t, text, n)];
-}
+static int tokenizer_find(const Tokenizer *t, const char *text, size_t n) { return t->hash[hash_slot(t, text, n)]; }
 
 // The slot of a pair of ids among the merges, or the empty slot where it would go.
 static Merge *merge_slot(const Tokenizer *t, int left, int right) {
@@ -3366,11 +2002,7 @@ static Merge *merge_slot(const Tokenizer *t, int left, int right) {
     return &t->merges[slot];
 }
 
-static void merges_open(Tokenizer *t, uint32_t n) {
-    t->merges_size = power_of_two_above(2 * n);
-    t->merges = alloc(t->merges_size, sizeof *t->merges, "merges");
-    for (uint32_t i = 0; i < t->merges_size; i++) t->merges[i].left = -1;
-}
+static void merges_open(Tokenizer *t, uint32_t n) { t->merges = hash_open(&t->merges_size, n, sizeof *t->merges); }
 
 // A pair that is no pair of pieces is left out: no text can contain it. Of two equal pairs the first counts.
 static void merges_add(Tokenizer *t, int left, int right, int rank) {
@@ -3387,19 +2019,11 @@ static int byte_of_piece(const char *text, int len) {
     return high && low ? (int)((high - digits) * 16 + (low - digits)) : -1;
 }
 
-static int compare_longest_first(const void *a, const void *b) {
-    const Piece *x = a, *y = b;
-    return (x->len < y->len) - (x->len > y->len);
-}
-
 // Fill the tables from pieces whose types are known. Of two pieces with the same text the first counts.
 static void tokenizer_index(Tokenizer *t) {
-    t->hash_size = power_of_two_above(2 * (uint32_t)t->n_pieces);
-    t->hash = alloc(t->hash_size, sizeof *t->hash, "vocabulary");
+    t->hash = hash_open(&t->hash_size, (uint32_t)t->n_pieces, sizeof *t->hash);
     t->specials = alloc((size_t)t->n_pieces, sizeof *t->specials, "vocabulary");
-    memset(t->hash, -1, t->hash_size * sizeof *t->hash);
     memset(t->byte_ids, -1, sizeof t->byte_ids);
-    Piece *specials = alloc((size_t)t->n_pieces, sizeof *specials, "vocabulary");
     for (int id = 0; id < t->n_pieces; id++) {
         const Piece *p = &t->pieces[id];
         if (p->type == BYTE_PIECE) {
@@ -3409,19 +2033,20 @@ static void tokenizer_index(Tokenizer *t) {
             uint32_t slot = hash_slot(t, p->text, (size_t)p->len);
             if (t->hash[slot] < 0) t->hash[slot] = id;
         } else if ((p->type == USER_PIECE || p->type == CONTROL_PIECE) && p->len > 0) {
-            specials[t->n_specials] = *p;
-            specials[t->n_specials++].score = (float)id; // ids are below 2^24: exact
+            t->specials[t->n_specials++] = id;
         }
     }
-    qsort(specials, (size_t)t->n_specials, sizeof *specials, compare_longest_first);
-    for (int i = 0; i < t->n_specials; i++) t->specials[i] = (int)specials[i].score;
-    free(specials);
 }
 
-static void tokenizer_add_stop(Tokenizer *t, int id) {
+static bool tokenizer_stops(const Tokenizer *t, int id) {
     for (int i = 0; i < t->n_stop_ids; i++)
-        if (t->stop_ids[i] == id) return;
-    if (id < 0) return; // the file names none
+        if (t->stop_ids[i] == id) return true;
+    return false;
+}
+
+// id: below 0 where the file names none.
+static void tokenizer_add_stop(Tokenizer *t, int id) {
+    if (id < 0 || tokenizer_stops(t, id)) return;
     if (id >= t->n_pieces || t->n_stop_ids == MAX_STOP_IDS)
         die("%s: tokenizer: expected at most %d stop ids, below %d, got %d", t->path, MAX_STOP_IDS, t->n_pieces, id);
     t->stop_ids[t->n_stop_ids++] = id;
@@ -3433,10 +2058,38 @@ static void tokenizer_free(Tokenizer *t) {
     free(t);
 }
 
-static bool tokenizer_stops(const Tokenizer *t, int id) {
-    for (int i = 0; i < t->n_stop_ids; i++)
-        if (t->stop_ids[i] == id) return true;
-    return false;
+// --- a heap: the entry with the highest score on top, the lowest index among equals. Merges come from one, and the
+// candidates of top-k (§10): both want the best few of many in order, without sorting the many.
+
+typedef struct {
+    float score;
+    int index;
+    int len; // of the piece that a merge makes
+} Ranked;
+
+static bool ranks_before(Ranked a, Ranked b) { return a.score > b.score || (a.score == b.score && a.index < b.index); }
+
+static void heap_sift_down(Ranked *heap, int n, int i) {
+    Ranked moving = heap[i];
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && ranks_before(heap[child + 1], heap[child])) child++;
+        if (!ranks_before(heap[child], moving)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = moving;
+}
+
+static Ranked heap_pop(Ranked *heap, int *n) {
+    Ranked top = heap[0];
+    heap[0] = heap[--*n];
+    heap_sift_down(heap, *n, 0);
+    return top;
+}
+
+static void heap_push(Ranked *heap, int *n, Ranked entry) {
+    int i = (*n)++;
+    for (; i > 0 && ranks_before(entry, heap[(i - 1) / 2]); i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
+    heap[i] = entry;
 }
 
 // --- text to ids
@@ -3444,24 +2097,21 @@ static bool tokenizer_stops(const Tokenizer *t, int id) {
 // A growing list of token ids.
 typedef struct {
     int *id;
-    int len, cap;
+    int len;
+    size_t cap;
 } Ids;
 
 static void ids_append(Ids *ids, int id) {
-    if (ids->len == ids->cap) {
-        ids->cap = ids->cap ? 2 * ids->cap : 64;
-        int *grown = realloc(ids->id, (size_t)ids->cap * sizeof *grown);
-        if (!grown) die("out of memory: %d token ids", ids->cap);
-        ids->id = grown;
-    }
+    ids->id = reserve(ids->id, (size_t)ids->len + 1, &ids->cap, sizeof id, "token ids");
     ids->id[ids->len++] = id;
 }
 
 // A stretch of the text that is, so far, one piece. The symbols of a text are a doubly linked list.
 typedef struct {
     const char *text;
-    int len, id, prev,
-        next; // id: of the piece, or -1; prev, next: indices or -1; len 0: merged into its left neighbour
+    int len;        // 0: merged into its left neighbour
+    int id;         // of the piece, or -1
+    int prev, next; // indices, or -1
 } Symbol;
 
 // Working memory of an encoding: room for as many symbols as the text has bytes, and three times as many candidates.
@@ -3471,19 +2121,20 @@ typedef struct {
     int n_heap;
 } Bpe;
 
-// If the symbol at left and its successor merge, they become a candidate.
+// If the symbol at `left` and the next one merge, they become a candidate.
 static void bpe_consider(const Tokenizer *t, Bpe *b, int left) {
     int right = left < 0 ? -1 : b->symbols[left].next;
     if (right < 0) return;
-    const Symbol *l = &b->symbols[left], *r = &b->symbols[right];
-    int len = l->len + r->len;
+    const Symbol *first = &b->symbols[left], *second = &b->symbols[right];
+    int len = first->len + second->len;
     float score;
     if (t->merges_size) {
-        const Merge *merge = l->id >= 0 && r->id >= 0 ? merge_slot(t, l->id, r->id) : NULL;
-        if (!merge || merge->left < 0) return;
+        if (first->id < 0 || second->id < 0) return;
+        const Merge *merge = merge_slot(t, first->id, second->id);
+        if (merge->left < 0) return;
         score = -(float)merge->rank;
     } else {
-        int id = tokenizer_find(t, l->text, (size_t)len);
+        int id = tokenizer_find(t, first->text, (size_t)len);
         if (id < 0) return;
         score = t->pieces[id].score;
     }
@@ -3512,7 +2163,7 @@ static void bpe_merge(const Tokenizer *t, Bpe *b, int n) {
 
 // Ids of a stretch of text that merges may span: a word, or for sentencepiece the whole text.
 static void bpe_encode(const Tokenizer *t, Bpe *b, const char *text, size_t n, Ids *ids) {
-    int whole = t->whole_words ? tokenizer_find(t, text, n) : -1, n_symbols = 0;
+    int n_symbols = 0, whole = t->whole_words ? tokenizer_find(t, text, n) : -1;
     if (whole >= 0) {
         ids_append(ids, whole);
         return;
@@ -3537,33 +2188,35 @@ static void bpe_encode(const Tokenizer *t, Bpe *b, const char *text, size_t n, I
     }
 }
 
-// The characters [from, to) are cut by the remaining stages, and the words encoded.
-static void encode_words(const Tokenizer *t, Bpe *b, const Chars *c, int from, int to, int stage, Ids *ids) {
+// The characters c[from..to) of a text are cut by the remaining stages, and the words encoded.
+static void encode_words(const Tokenizer *t, Bpe *b, const char *text, const Char *c, int from, int to, int stage,
+                         Ids *ids) {
+    if (from == to) return;
     if (stage == MAX_STAGES || t->stages[stage] == NO_STAGE) {
-        if (from < to) bpe_encode(t, b, c->text + c->at[from], c->at[to] - c->at[from], ids);
+        bpe_encode(t, b, text + c[from].at, (size_t)(c[to].at - c[from].at), ids);
         return;
     }
     int gap = from; // the beginning of what no match has covered
-    for (int i = from; i < to;) {
-        int stop = match_stage(t->stages[stage], c, i, to);
-        if (stop == i) {
-            i++;
-            continue;
-        }
-        encode_words(t, b, c, gap, i, stage + 1, ids);
-        encode_words(t, b, c, i, stop, stage + 1, ids);
-        gap = i = stop;
+    for (int i = from, stop; i < to; i = max_int(stop, i + 1)) {
+        stop = match_stage(t->stages[stage], c, i, to);
+        if (stop == i) continue;
+        encode_words(t, b, text, c, gap, i, stage + 1, ids);
+        encode_words(t, b, text, c, i, stop, stage + 1, ids);
+        gap = stop;
     }
-    if (gap < to) encode_words(t, b, c, gap, to, stage + 1, ids);
+    encode_words(t, b, text, c, gap, to, stage + 1, ids);
 }
 
-// Sentencepiece writes a space as U+2581. Returns the length of out.
+// Sentencepiece writes a space as U+2581.
+static bool is_escaped_space(const char *text, size_t n) { return n >= 3 && !memcmp(text, "\xE2\x96\x81", 3); }
+
+// With spaces for these. Returns the length of out, which may be text itself.
 static int unescape_spaces(const char *text, size_t n, char *out) {
     int len = 0;
     for (size_t i = 0; i < n; len++) {
-        bool space = n - i >= 3 && !memcmp(text + i, "\xE2\x96\x81", 3);
-        out[len] = space ? ' ' : text[i];
-        i += space ? 3 : 1;
+        bool escaped = is_escaped_space(text + i, n - i);
+        out[len] = escaped ? ' ' : text[i];
+        i += escaped ? 3 : 1;
     }
     return len;
 }
@@ -3572,19 +2225,18 @@ static int unescape_spaces(const char *text, size_t n, char *out) {
 static void encode_plain(const Tokenizer *t, const char *text, size_t n, Ids *ids) {
     if (n == 0) return;
     Text prepared = {0};
-    bool begins = text[0] == ' ' || (n >= 3 && !memcmp(text, "\xE2\x96\x81", 3));
-    if (t->space_prefix && !(t->single_prefix && begins)) text_append(&prepared, " ", 1);
+    bool begins_with_space = text[0] == ' ' || is_escaped_space(text, n);
+    if (t->space_prefix && !(t->single_prefix && begins_with_space)) text_append(&prepared, " ", 1);
     text_append(&prepared, text, n);
     if (t->escapes_space) prepared.len = (size_t)unescape_spaces(prepared.data, prepared.len, prepared.data);
-    Bpe b = {alloc(prepared.len, sizeof *b.symbols, "tokenizer"), alloc(3 * prepared.len, sizeof *b.heap, "tokenizer"),
-             0};
+    Bpe b = {.symbols = alloc(prepared.len, sizeof *b.symbols, "tokenizer")};
+    b.heap = alloc(3 * prepared.len, sizeof *b.heap, "tokenizer");
     if (t->merges_size) {
-        Chars c = chars_open(prepared.data, prepared.len);
-        encode_words(t, &b, &c, 0, c.n, 0, ids);
-        chars_free(&c);
-    } else {
-        bpe_encode(t, &b, prepared.data, prepared.len, ids);
-    }
+        int n_chars;
+        Char *chars = chars_open(prepared.data, prepared.len, &n_chars);
+        encode_words(t, &b, prepared.data, chars, 0, n_chars, 0, ids);
+        free(chars);
+    } else bpe_encode(t, &b, prepared.data, prepared.len, ids);
     free(b.symbols);
     free(b.heap);
     free(prepared.data);
@@ -3592,13 +2244,14 @@ static void encode_plain(const Tokenizer *t, const char *text, size_t n, Ids *id
 
 // The longest special piece at the beginning of the text, or -1: user-defined ones, and control pieces if asked for.
 static int special_at(const Tokenizer *t, const char *text, size_t n, bool control) {
+    int best = -1;
     for (int i = 0; i < t->n_specials; i++) {
         const Piece *p = &t->pieces[t->specials[i]];
-        if ((size_t)p->len <= n && p->text[0] == text[0] && !memcmp(p->text, text, (size_t)p->len) &&
-            (control || p->type == USER_PIECE))
-            return t->specials[i];
+        if (p->text[0] != text[0] || (size_t)p->len > n || (p->type == CONTROL_PIECE && !control)) continue;
+        bool longer = best < 0 || p->len > t->pieces[best].len;
+        if (longer && !memcmp(p->text, text, (size_t)p->len)) best = t->specials[i];
     }
-    return -1;
+    return best;
 }
 
 // Append the ids of a text. Pieces that the vocabulary's makers added for users are found in it first; control pieces,
@@ -3607,18 +2260,17 @@ static void tokenizer_encode(const Tokenizer *t, const char *text, size_t n, boo
     if (n > INT_MAX / 8) die("a text of %zu bytes is too long to tokenize, the most is %d", n, INT_MAX / 8);
     bool starts[256] = {false}; // bytes with which some special piece begins
     for (int i = 0; i < t->n_specials; i++) starts[(uint8_t)t->pieces[t->specials[i]].text[0]] = true;
-    size_t plain = 0;
+    size_t done = 0;
     for (size_t i = 0; i < n;) {
         int id = starts[(uint8_t)text[i]] ? special_at(t, text + i, n - i, special) : -1;
-        if (id < 0) {
-            i++;
-            continue;
+        if (id < 0) i++;
+        else {
+            encode_plain(t, text + done, i - done, ids);
+            ids_append(ids, id);
+            done = i += (size_t)t->pieces[id].len;
         }
-        encode_plain(t, text + plain, i - plain, ids);
-        ids_append(ids, id);
-        plain = i += (size_t)t->pieces[id].len;
     }
-    encode_plain(t, text + plain, n - plain, ids);
+    encode_plain(t, text + done, n - done, ids);
 }
 
 // --- ids to text
@@ -3664,58 +2316,1622 @@ static void decoder_push(Decoder *d, const Tokenizer *t, int id, Text *out) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §13 Vocabularies
+// §10 Sampler
 //
-// Where the pieces come from: llama2.c's tokenizer.bin, the metadata of a GGUF file, or a flat checkpoint.
+// From logits to the next token, in this order: repetition penalty, temperature, top-k, softmax, min-p, top-p, draw.
+//
+//     temperature  logits / T: below 1 the likely become likelier; 0 means no draw, the most likely token
+//     top-k        only the k most likely
+//     min-p        only those with at least min_p times the probability of the most likely
+//     top-p        only the most likely whose probabilities add up to more than p (the nucleus; Holtzman et al. 2020)
+//     penalty      logits of tokens already there are divided by it if positive, else multiplied (Keskar et al. 2019)
+//
+// Tokens of equal rank go by lower id.
 
-// What `tokenizer.ggml.pre` may say.
+typedef struct {
+    double temperature, top_p, min_p, repeat_penalty; // as the user wrote them: they count as floats
+    int top_k;                                        // 0: all
+} Sampling;
+
+enum { STRETCH = 64 }; // a multiple of SUM_LANES
+
+typedef struct {
+    Sampling sampling;
+    uint64_t rng;
+    int n;                      // vocabulary size
+    float *p;                   // [n padded to STRETCH] logits, then probabilities
+    Ranked *candidates, *spare; // [n]
+    bool *seen;                 // [n]
+    int n_nucleus; // the last token was drawn from the first so many candidates, or from all of p where this is 0
+    float mass;    // their probabilities add up to this
+} Sampler;
+
+// The generator is llama2.c's xorshift*, so that a seed means there what it means here. State 0 would stay 0 for ever.
+static uint64_t rng_seed(uint64_t seed) { return seed ? seed : 0x9E3779B97F4A7C15u; }
+
+// A float in [0, 1).
+static float rng_float(uint64_t *state) {
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    uint32_t high = (uint32_t)((*state * 0x2545F4914F6CDD1Du) >> 32);
+    return (float)(high >> 8) / 16777216.0f;
+}
+
+static Sampler *sampler_open(Sampling sampling, uint64_t seed, int vocab_size) {
+    Sampler *s = alloc(1, sizeof *s, "sampler");
+    size_t n = pad((size_t)vocab_size, STRETCH);
+    *s = (Sampler){.sampling = sampling, .rng = rng_seed(seed), .n = vocab_size};
+    s->p = alloc(n, sizeof *s->p, "sampler");
+    s->candidates = alloc(n, sizeof *s->candidates, "sampler");
+    s->spare = alloc(n, sizeof *s->spare, "sampler");
+    s->seen = alloc(n, sizeof *s->seen, "sampler");
+    return s;
+}
+
+static void sampler_free(Sampler *s) {
+    free(s->p);
+    free(s->candidates);
+    free(s->spare);
+    free(s->seen);
+    free(s);
+}
+
+// The first of the largest; 0 where none is larger than -infinity. x: [n padded to 16]
+static int argmax(float *x, int n) {
+    float highest = maximum(x, n);
+    for (int i = 0; i < n; i++)
+        if (x[i] == highest) return i;
+    return 0;
+}
+
+// The repetition penalty, once for each token of the history.
+static void apply_penalty(Sampler *s, const int *history, int n_history) {
+    float penalty = (float)s->sampling.repeat_penalty;
+    if (penalty == 1) return;
+    for (int i = 0; i < n_history; i++) {
+        int id = history[i];
+        if (s->seen[id]) continue;
+        s->seen[id] = true;
+        s->p[id] = s->p[id] > 0 ? s->p[id] / penalty : s->p[id] * penalty;
+    }
+    for (int i = 0; i < n_history; i++) s->seen[history[i]] = false;
+}
+
+// Logits outside the k best become -infinity.
+static void apply_top_k(Sampler *s) {
+    int k = s->sampling.top_k, n = s->n;
+    if (k <= 0 || k >= n) return;
+    for (int i = 0; i < n; i++) s->candidates[i] = (Ranked){s->p[i], i, 0};
+    for (int i = n / 2 - 1; i >= 0; i--) heap_sift_down(s->candidates, n, i); // makes it a heap
+    for (int i = 0; i < s->n; i++) s->p[i] = -INFINITY;
+    for (; k > 0; k--) {
+        Ranked best = heap_pop(s->candidates, &n);
+        s->p[best.index] = best.score;
+    }
+}
+
+// x: [n padded to 16]
+static void softmax(float *x, int n, float max) {
+    float sum = exp_and_sum(x, n, max);
+    for (int i = 0; i < n; i++) x[i] /= sum;
+}
+
+// log sum e^logits: with it, log softmax(logits)[i] = logits[i] - that. logits: [n padded to 16], and is overwritten.
+static double log_sum_exp(float *logits, int n) {
+    float max = maximum(logits, n);
+    return (double)max + log((double)exp_and_sum(logits, n, max));
+}
+
+// A draw from all probabilities: walk the ids until the sum exceeds the coin.
+static int draw_from_all(const float *p, int n, float coin) {
+    float cdf = 0;
+    for (int i = 0; i < n; i++) {
+        cdf += p[i];
+        if (coin < cdf) return i;
+    }
+    for (int i = n - 1; i > 0; i--) // rounding left a gap below 1
+        if (p[i] > 0) return i;
+    return 0;
+}
+
+// No choice: the next token is this one.
+static int draw_from_one(Sampler *s, int id) {
+    s->candidates[0] = (Ranked){1, id, 0};
+    s->n_nucleus = 1;
+    s->mass = 1;
+    return id;
+}
+
+// A probability below which no token can be part of the nucleus: the highest of some that has mass enough above it (by
+// more than a sum is rounded).
+static float nucleus_floor(const Sampler *s, float top_p) {
+    for (float least = 1e-2f; least > 1e-6f; least *= 0.1f) {
+        float lane[SUM_LANES] = {0};
+        for (int i = 0; i < s->n; i += SUM_LANES)
+            for (int j = 0; j < SUM_LANES; j++) lane[j] += s->p[i + j] >= least ? s->p[i + j] : 0;
+        if (sum_lanes(lane) > top_p + 1e-3f) return least;
+    }
+    return (1 - top_p) / (float)(s->n - 1);
+}
+
+// Makes those candidates that have at least the probability `smallest`. Returns how many there are.
+static int gather_candidates(Sampler *s, float smallest) {
+    int n = 0;
+    for (int i = 0; i < s->n; i += STRETCH) { // most stretches have none, and vectors can tell
+        int some = 0;
+        for (int j = 0; j < STRETCH; j++) some += s->p[i + j] >= smallest;
+        for (int j = i; some && j < min_int(i + STRETCH, s->n); j++)
+            if (s->p[j] > 0 && s->p[j] >= smallest) s->candidates[n++] = (Ranked){s->p[j], j, 0};
+    }
+    return n;
+}
+
+// Sort candidates by falling probability, equals by rising id, in the same time whether the probabilities are steep or
+// flat: a radix sort. Positive floats compare like their bits; 8 bits at a time, from the lowest, keep the order of
+// before. spare: [n]
+static void sort_candidates(Ranked *candidates, Ranked *spare, int n) {
+    enum { DIGITS = 256 };
+    for (int shift = 0; shift < 32; shift += 8) {
+        int at[DIGITS] = {0}, sum = 0;
+        for (int i = 0; i < n; i++) at[~bits_of_float(candidates[i].score) >> shift & 255]++;
+        for (int d = 0; d < DIGITS; d++) {
+            int count = at[d];
+            at[d] = sum;
+            sum += count;
+        }
+        for (int i = 0; i < n; i++) spare[at[~bits_of_float(candidates[i].score) >> shift & 255]++] = candidates[i];
+        Ranked *sorted = spare;
+        spare = candidates;
+        candidates = sorted;
+    }
+}
+
+// A draw from the nucleus, the fewest of the best candidates whose probabilities add up to more than top_p: the coin
+// walks them in falling order.
+static int draw_from_nucleus(Sampler *s, float top_p, float smallest, float coin) {
+    float cdf = 0;
+    if (top_p < 1) smallest = fmaxf(smallest, nucleus_floor(s, top_p));
+    int n = gather_candidates(s, smallest);
+    if (n == 0) return draw_from_one(s, argmax(s->p, s->n)); // a top_p below 1 / n
+    sort_candidates(s->candidates, s->spare, n);
+    s->mass = 0;
+    for (s->n_nucleus = 0; s->n_nucleus < n && (s->n_nucleus == 0 || s->mass <= top_p); s->n_nucleus++)
+        s->mass += s->candidates[s->n_nucleus].score;
+    for (int i = 0; i < s->n_nucleus; i++) {
+        cdf += s->candidates[i].score;
+        if (coin * s->mass < cdf) return s->candidates[i].index;
+    }
+    return s->candidates[s->n_nucleus - 1].index;
+}
+
+// The next token. logits: [n]; history: the ids so far, for the penalty. Returns -1 where the logits hold a NaN or no
+// finite maximum: a broken model. One random number is drawn for each token, none at temperature 0.
+static int sampler_pick(Sampler *s, const float *logits, const int *history, int n_history) {
+    const Sampling *how = &s->sampling;
+    const float temperature = (float)how->temperature, min_p = (float)how->min_p, p = (float)how->top_p;
+    const float top_p = p > 0 && p < 1 ? p : 1;
+    bool broken = false;
+    for (int i = 0; i < s->n; i++) broken |= logits[i] != logits[i];
+    if (broken) return -1;
+    memcpy(s->p, logits, (size_t)s->n * sizeof *logits);
+    apply_penalty(s, history, n_history);
+    int best = argmax(s->p, s->n);
+    if (!isfinite(s->p[best])) return -1;
+    if (temperature == 0) return draw_from_one(s, best);
+    float coin = rng_float(&s->rng);
+    for (int i = 0; i < s->n && temperature != 1; i++) s->p[i] /= temperature;
+    if (!isfinite(s->p[best])) return draw_from_one(s, best); // so low a temperature: its limit
+    apply_top_k(s);
+    softmax(s->p, s->n, s->p[best]); // nothing so far has changed which token is best
+    bool cut = (how->top_k > 0 && how->top_k < s->n) || min_p > 0 || top_p < 1;
+    if (cut) return draw_from_nucleus(s, top_p, min_p * s->p[best], coin);
+    s->n_nucleus = 0;
+    return draw_from_all(s->p, s->n, coin);
+}
+
+// The probability with which the last pick could have been this token: 0 where it was cut off.
+static float sampler_probability(const Sampler *s, int id) {
+    for (int i = 0; i < s->n_nucleus; i++)
+        if (s->candidates[i].index == id) return s->candidates[i].score / s->mass;
+    return s->n_nucleus ? 0 : s->p[id];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §11 Sequences
+//
+// The autoregressive loop: run the newest token through the model, sample the next from the logits, append it, again.
+// A Sequence is one text on its way; `step` takes any number of them one token further with a single forward, each by
+// its own rows:
+//
+//   reading    a prompt, in chunks: as many of its tokens as there is room for. Only the last one's logits matter.
+//   decoding   one row, its newest token.
+//   guessing   after that row, rows of drafted tokens (SPECULATIVE DECODING). The model says after each row what it
+//              would sample there, with the random numbers that it would use; while that is what was drafted, the next
+//              row is valid as well. So a step makes one token more than it accepts drafts, at little more than the
+//              price of one where reading the weights is what takes the time. What is sampled never depends on the
+//              drafts, so the text is the same, at any temperature. (Leviathan et al. 2023 and Chen et al. 2023 keep
+//              the distribution; keeping the random numbers as well keeps every token.)
+//
+// Because a logit does not depend on what else is computed with it, no sequence can tell whether it is alone. That is
+// CONTINUOUS BATCHING (Yu et al. 2022, Orca): sequences come and go between steps, readers beside decoders, and no
+// decoder waits for a reader.
+//
+// When the context is full a sequence ends, or SLIDES: the first tokens, on which attention leans (Xiao et al. 2024,
+// attention sinks), and the newest half are kept, and computed again at their new positions.
+
+enum { MAX_DRAFT = 64, SINKS = 4, LATENCIES = 1024 };
+
+typedef struct {
+    double start, prefilled, first, last; // when it began, when the prompt was read, when the first and last token came
+    double latency[LATENCIES];            // seconds from token to token: entry i mod LATENCIES, for i < n
+    int n;
+    int n_prompt, n_made, n_steps, n_drafted, n_accepted; // tokens read, and made; steps that made some; drafts
+} Timing;
+
+// How likely a token was: by the logits, and as the sampler saw it, after temperature, top-k, min-p and top-p.
+typedef struct {
+    int id;
+    float logprob, sampled; // natural logarithms
+} Score;
+
+typedef enum { FINISH_STOP, FINISH_LENGTH, FINISH_INTERRUPTED } Finish;
+
+typedef struct {
+    // What is wanted:
+    int max_new;         // tokens to make at most
+    const char **stops;  // [n_stops] texts before which it ends
+    int n_stops, n_top;  // the n_top best of each step are scored beside the chosen token; -1: no scores
+    bool streams, keeps; // its text goes to standard output at once; it is kept
+    bool echo;           // the prompt is kept (and scored) too
+    bool ignores_eos;    // a stop token is a token like any other
+    // What there is so far:
+    Ids ids;      // prompt and answer, what the model is shown
+    int n_prompt; // the first so many were given
+    int n_cached; // the first so many are in the cache
+    int place;    // whose cache: the `seq` of its rows
+    int n_made;   // tokens sampled, the one that stops included
+    Sampler *sampler;
+    Decoder decoder;
+    Text held;     // text that may be the beginning of a stop string waits here until that is decided
+    Text text;     // what is kept, and
+    Ids kept;      // as ids, without the one that stops
+    Score *scores; // [n_scores]   1 + n_top for each of them
+    int n_scores;
+    size_t scores_cap;
+    bool done;
+    Finish finish;
+    Timing timing;
+    // In the present step:
+    int n_rows, n_draft, first_logits;
+    int draft[MAX_DRAFT];
+} Sequence;
+
+// A small model that guesses what the large one will say.
+typedef struct {
+    Model *model;
+    Session *session;
+    Sampler *sampler;
+    Ids cached;
+} Draft;
+
+// Everything that a mode with a model works with.
+typedef struct {
+    Model *model;
+    Tokenizer *tokenizer;
+    Session *session;
+    Draft *draft;
+    int n_draft; // tokens to draft in a step; from the context where `draft` is NULL
+    bool slides; // when the context is full
+    int n_threads;
+    long long n_rows; // run so far
+    double load_seconds;
+} Engine;
+
+static volatile sig_atomic_t interrupted; // set by Ctrl-C
+
+static void write_out(const char *bytes, size_t n) {
+    if ((n > 0 && fwrite(bytes, 1, n, stdout) != n) || fflush(stdout))
+        die("cannot write to standard output: %s", strerror(errno));
+}
+
+static void sequence_free(Sequence *q) {
+    free(q->ids.id);
+    free(q->kept.id);
+    free(q->held.data);
+    free(q->text.data);
+    free(q->scores);
+}
+
+// --- text
+
+// Let go of the text that can be shown; `last`: nothing more will come, so nothing waits. Returns whether a stop string
+// has appeared: what stands before it is all.
+static bool sequence_show(Sequence *q, bool last) {
+    size_t n = q->held.len, hold = 0;
+    for (int i = 0; i < q->n_stops; i++) {
+        const char *stop = q->stops[i];
+        size_t len = strlen(stop);
+        char *found = q->held.len >= len ? memmem(q->held.data, q->held.len, stop, len) : NULL;
+        if (found && found < q->held.data + n) n = (size_t)(found - q->held.data);
+        for (size_t k = len - 1; k > hold; k--) // the longest end of the text that begins a stop string
+            if (k <= q->held.len && !memcmp(q->held.data + q->held.len - k, stop, k)) hold = k;
+    }
+    bool stopped = n < q->held.len;
+    if (!stopped && !last) n -= hold;
+    if (q->streams) write_out(q->held.data, n);
+    if (q->keeps) text_append(&q->text, q->held.data, n);
+    q->held.len -= n;
+    if (q->held.len) memmove(q->held.data, q->held.data + n, q->held.len);
+    return stopped;
+}
+
+static void sequence_finish(Sequence *q, Finish finish) {
+    q->done = true;
+    q->finish = finish;
+    decoder_flush(&q->decoder, &q->held);
+    if (sequence_show(q, true)) q->finish = FINISH_STOP;
+}
+
+// --- scores
+
+// Appends the score of a token, and room for those of the n_top best: their ids are -1. Without scores (-1), nothing.
+static Score *scores_append(Sequence *q, int id, float value) {
+    int begin = q->n_scores;
+    q->n_scores += 1 + q->n_top;
+    q->scores = reserve(q->scores, (size_t)q->n_scores, &q->scores_cap, sizeof *q->scores, "scores");
+    for (int i = begin; i < q->n_scores; i++) q->scores[i] = (Score){i == begin ? id : -1, value, value};
+    return q->scores + begin;
+}
+
+// Score a token and the n_top best, in falling order. logits: [vocab], from which q's sampler has just picked; they are
+// overwritten.
+static void sequence_score(Sequence *q, float *logits, int id) {
+    const Sampler *s = q->sampler;
+    Score *chosen = scores_append(q, id, logits[id]), *best = chosen + 1, *last = chosen + q->n_top;
+    for (int i = 0; i < s->n && last > chosen; i++) {
+        if (last->id >= 0 && !(logits[i] > last->logprob)) continue;
+        Score *at = last; // those that are worse move one further
+        for (; at > best && (at[-1].id < 0 || logits[i] > at[-1].logprob); at--) *at = at[-1];
+        *at = (Score){i, logits[i], 0};
+    }
+    double sum = log_sum_exp(logits, s->n);
+    for (Score *score = chosen; score <= last; score++) {
+        score->logprob = (float)((double)score->logprob - sum);
+        score->sampled = logf(sampler_probability(s, score->id));
+    }
+}
+
+// Keep the prompt as if it had been made. Its first token follows nothing, so nothing says how likely it was.
+static void sequence_keep_prompt(Sequence *q, const char *text, size_t len) {
+    text_append(&q->text, text, len);
+    for (int i = 0; i < q->ids.len; i++) ids_append(&q->kept, q->ids.id[i]);
+    scores_append(q, q->ids.id[0], NAN);
+}
+
+// The token that follows the first n of `ids`.
+static int pick(const Model *m, Sampler *s, const float *logits, const Ids *ids, int n) {
+    int id = sampler_pick(s, logits, ids->id, n);
+    if (id < 0) die("%s: the logits at position %d are not finite numbers: the weights are broken", m->path, n - 1);
+    return id;
+}
+
+// Score the token of the prompt at `pos` by the logits of the row before it.
+static void sequence_score_prompt(const Engine *e, Sequence *q, float *logits, int pos) {
+    uint64_t rng = q->sampler->rng;
+    pick(e->model, q->sampler, logits, &q->ids, pos); // for what it would sample from
+    q->sampler->rng = rng;
+    sequence_score(q, logits, q->ids.id[pos]);
+}
+
+// --- drafts
+
+// Drafts from the context: where the newest tokens have stood before, what followed them there may follow again (and,
+// after the end of the text, the draft itself). The longest match counts, the newest among equals. Returns n, or 0: no
+// match. Ref: Saxena 2023, prompt lookup decoding.
+static int draft_from_context(const Ids *ids, int n, int *draft) {
+    enum { SHORTEST = 2, LONGEST = 16 };
+    int longest = SHORTEST - 1, at = ids->len;
+    for (int t = ids->len - 1; t > longest && longest < LONGEST; t--) {
+        int len = 0;
+        while (len < LONGEST && len < t && ids->id[t - 1 - len] == ids->id[ids->len - 1 - len]) len++;
+        if (len > longest) at = t;
+        longest = max_int(longest, len);
+    }
+    if (at == ids->len) return 0;
+    for (int i = 0; i < n; i++) draft[i] = at + i < ids->len ? ids->id[at + i] : draft[at + i - ids->len];
+    return n;
+}
+
+// With how many of `ids` the cache of a sequence can go on: those that it begins with, if it still has what the next
+// one may see. The last one is always to be run, for its logits. cached: [n_cached] what the sequence has computed.
+static int common_prefix(const Session *s, int seq, const Ids *cached, int n_cached, const Ids *ids) {
+    int common = 0;
+    while (common < ids->len - 1 && common < n_cached && ids->id[common] == cached->id[common]) common++;
+    return cache_reaches(s, seq, common) ? common : 0;
+}
+
+// Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits. Returns
+// false where Ctrl-C came first.
+static bool prefill(Session *s, const int *ids, int n, int pos, int seq) {
+    int done = 0;
+    for (int count; done < n && !interrupted; done += count) {
+        count = min_int(n - done, s->max_rows);
+        for (int i = 0; i < count; i++) s->rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
+        forward(s, s->rows, count);
+    }
+    return done == n;
+}
+
+// Drafts from a small model, which samples as the large one will and with the same random numbers: the more its
+// probabilities are alike, the more often both draw the same.
+static int draft_from_model(Draft *d, const Sequence *q, int n, int *draft) {
+    int common = common_prefix(d->session, 0, &d->cached, d->cached.len, &q->ids);
+    d->cached.len = common;
+    if (!prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0)) return 0;
+    for (int i = common; i < q->ids.len; i++) ids_append(&d->cached, q->ids.id[i]);
+    d->sampler->rng = q->sampler->rng;
+    for (int i = 0;;) {
+        draft[i] = pick(d->model, d->sampler, d->session->logits, &d->cached, d->cached.len);
+        if (++i == n) return n;
+        forward(d->session, &(Row){draft[i - 1], d->cached.len, 0, true}, 1);
+        ids_append(&d->cached, draft[i - 1]);
+    }
+}
+
+// --- the step
+
+// Make room: keep the first tokens and the newest half of the context, to be computed again where they now stand.
+static void sequence_slide(Sequence *q, int n_ctx) {
+    int sinks = min_int(SINKS, n_ctx / 4), newest = max_int(1, n_ctx / 2);
+    memmove(q->ids.id + sinks, q->ids.id + q->ids.len - newest, (size_t)newest * sizeof *q->ids.id);
+    q->ids.len = sinks + newest;
+    q->n_cached = q->n_prompt = 0;
+}
+
+// Draft what may follow, for at most `room` rows. Returns how many tokens that are.
+static int sequence_draft(Engine *e, Sequence *q, int room) {
+    int n = min_int(e->n_draft, room);
+    n = min_int(n, q->max_new - q->n_made - 1);     // the step makes one more than it accepts
+    n = min_int(n, e->session->n_ctx - q->ids.len); // each needs a position
+    if (n <= 0) return 0;
+    return e->draft ? draft_from_model(e->draft, q, n, q->draft) : draft_from_context(&q->ids, n, q->draft);
+}
+
+// The rows with which a sequence goes on, at most `room`: what the cache lacks of it, then drafts. Returns how many of
+// them want logits.
+static int sequence_plan(Engine *e, Sequence *q, Row *rows, int room) {
+    int missing = q->ids.len - q->n_cached, n = min_int(missing, room), wanted = 0;
+    q->n_draft = n == missing ? sequence_draft(e, q, room - n) : 0;
+    q->n_rows = n + q->n_draft;
+    for (int i = 0; i < q->n_rows; i++) {
+        int pos = q->n_cached + i, token = i < n ? q->ids.id[pos] : q->draft[i - n];
+        bool scored = q->echo && q->n_top >= 0 && pos + 1 < q->n_prompt;
+        rows[i] = (Row){token, pos, q->place, i >= missing - 1 || scored};
+        wanted += rows[i].want_logits;
+    }
+    return wanted;
+}
+
+// Sample the next token and take it in. logits: [vocab]
+static void sequence_sample(const Engine *e, Sequence *q, float *logits) {
+    int id = pick(e->model, q->sampler, logits, &q->ids, q->ids.len);
+    q->n_made++;
+    if (!q->ignores_eos && tokenizer_stops(e->tokenizer, id)) {
+        sequence_finish(q, FINISH_STOP);
+        return;
+    }
+    if (q->n_top >= 0) sequence_score(q, logits, id);
+    if (q->keeps) ids_append(&q->kept, id);
+    ids_append(&q->ids, id);
+    decoder_push(&q->decoder, e->tokenizer, id, &q->held);
+    bool stopped = sequence_show(q, false);
+    if (stopped || q->n_made == q->max_new) sequence_finish(q, stopped ? FINISH_STOP : FINISH_LENGTH);
+}
+
+// The tokens that a step has made arrived together: each gets its share of the time. Those of the first step were not
+// waited for one by one.
+static void sequence_time(Sequence *q, int made) {
+    Timing *t = &q->timing;
+    double now = seconds();
+    if (made == q->n_made) t->first = now;
+    else
+        for (int i = 0; i < made; i++) t->latency[t->n++ % LATENCIES] = (now - t->last) / made;
+    t->last = now;
+    t->n_made = q->n_made;
+    t->n_steps++;
+}
+
+// Take in what forward found for a sequence.
+static void sequence_advance(const Engine *e, Sequence *q) {
+    size_t stride = e->session->vocab_stride;
+    float *logits = e->session->logits + (size_t)q->first_logits * stride;
+    int n = q->n_rows - q->n_draft, made = q->n_made;
+    for (int i = 1; i <= n && q->echo && q->n_top >= 0 && q->n_cached + i < q->n_prompt; i++, logits += stride)
+        sequence_score_prompt(e, q, logits, q->n_cached + i);
+    q->n_cached += n;
+    if (!made) q->timing.n_prompt += n;
+    if (!made && q->streams) show_progress("reading the prompt, tokens", q->n_cached, q->ids.len, q->timing.start);
+    if (q->n_cached < q->ids.len) return;
+    if (!q->timing.prefilled) q->timing.prefilled = seconds();
+    if (q->max_new == 0) sequence_finish(q, FINISH_LENGTH);
+    for (int i = 0; !q->done; i++, logits += stride) {
+        sequence_sample(e, q, logits);
+        if (q->done || i == q->n_draft || q->ids.id[q->ids.len - 1] != q->draft[i]) break;
+        q->n_cached++; // this draft was right, so its row is
+        q->timing.n_accepted++;
+    }
+    q->timing.n_drafted += q->n_draft;
+    if (q->n_made > made) sequence_time(q, q->n_made - made);
+}
+
+// Take n sequences a step further, with one forward: those that decode, then as much of the prompts as there is room
+// for, in their order.
+static void step(Engine *e, Sequence *const *all, int n) {
+    Session *s = e->session;
+    int n_rows = 0, n_logits = 0;
+    for (int i = 0; i < n; i++) {
+        if (all[i]->ids.len > s->n_ctx) sequence_slide(all[i], s->n_ctx);
+        all[i]->n_rows = 0;
+    }
+    for (int reading = 0; reading < 2; reading++)
+        for (int i = 0; i < n; i++) {
+            Sequence *q = all[i];
+            if ((q->ids.len - q->n_cached > 1) != reading) continue;
+            q->first_logits = n_logits;
+            n_logits += sequence_plan(e, q, s->rows + n_rows, s->max_rows - n_rows);
+            n_rows += q->n_rows;
+        }
+    forward(s, s->rows, n_rows);
+    e->n_rows += n_rows;
+#pragma omp parallel for num_threads(e->n_threads) schedule(dynamic) if (n > 1)
+    for (int i = 0; i < n; i++)
+        if (all[i]->n_rows) sequence_advance(e, all[i]);
+}
+
+// A sequence that is alone, to its end or Ctrl-C.
+static void sequence_run(Engine *e, Sequence *q) {
+    q->timing.start = seconds();
+    while (!q->done && !interrupted) step(e, &q, 1);
+    if (!q->timing.prefilled) q->timing.prefilled = seconds(); // as far as it got
+    if (!q->done) sequence_finish(q, FINISH_INTERRUPTED);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §12 Packing
+//
+// Part II: from the bytes of a file to a Model. Headers and metadata pass one cursor, the Reader; that the tensors lie
+// in the file is checked once. A loader (§13, §14) finds where the rows of each tensor lie; tensor_load unpacks and
+// rearranges them into panels, on all threads.
+
+// Everything that a stream still holds. A text file, a pipe or standard input; `name` is for messages.
+static Text read_stream(FILE *stream, const char *name) {
+    Text text = {0};
+    char block[1 << 16];
+    size_t n;
+    while ((n = fread(block, 1, sizeof block, stream)) > 0) text_append(&text, block, n);
+    if (ferror(stream)) die("%s: cannot read: %s", name, strerror(errno));
+    return text;
+}
+
+static Text read_text_file(const char *path) {
+    if (!strcmp(path, "-")) return read_stream(stdin, "standard input");
+    FILE *stream = fopen(path, "rb");
+    if (!stream) die("%s: cannot open: %s", path, strerror(errno));
+    Text text = read_stream(stream, path);
+    fclose(stream);
+    return text;
+}
+
+static Mapping map_file(const char *path) {
+    int fd = open(path, O_RDONLY);
+    if (fd < 0) die("%s: cannot open: %s", path, strerror(errno));
+    struct stat status;
+    if (fstat(fd, &status)) die("%s: cannot stat: %s", path, strerror(errno));
+    if (S_ISDIR(status.st_mode)) die("%s: is a directory, expected a file", path);
+    if (!S_ISREG(status.st_mode)) die("%s: is not a regular file", path);
+    if (status.st_size == 0) die("%s: the file is empty", path);
+    Mapping file = {path, NULL, (size_t)status.st_size};
+    void *data = mmap(NULL, file.size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (data == MAP_FAILED) die("%s: cannot map %zu bytes: %s", path, file.size, strerror(errno));
+    close(fd);
+    file.data = data;
+    return file;
+}
+
+static void unmap_file(Mapping *file) {
+    if (file->data) munmap((void *)file->data, file->size);
+    file->data = NULL;
+}
+
+// The file's bytes have been turned into panels: let go of the memory that they occupy here.
+static void mapping_release(const Mapping *file, const uint8_t *data, size_t n) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t begin = pad((size_t)(data - file->data), page), end = (size_t)(data - file->data + n) / page * page;
+    if (begin < end) madvise((void *)(file->data + begin), end - begin, MADV_DONTNEED);
+}
+
+// The cursor: reader_take refuses to step past the end of the file. Numbers may lie at any alignment: they are copied.
+typedef struct {
+    const char *path;
+    const uint8_t *data;
+    size_t size, pos;
+} Reader;
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "checkpoints are little-endian, and so must the machine be");
+
+static const uint8_t *reader_take(Reader *r, size_t n, const char *what) {
+    if (n > r->size - r->pos)
+        die("%s: truncated: %s needs %zu bytes at offset %zu, the file has %zu bytes", r->path, what, n, r->pos,
+            r->size);
+    const uint8_t *bytes = r->data + r->pos;
+    r->pos += n;
+    return bytes;
+}
+
+static int32_t reader_i32(Reader *r, const char *what) {
+    int32_t value;
+    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
+    return value;
+}
+
+static uint32_t reader_u32(Reader *r, const char *what) { return (uint32_t)reader_i32(r, what); }
+static float reader_f32(Reader *r, const char *what) { return float_from_bits(reader_u32(r, what)); }
+
+static uint64_t reader_u64(Reader *r, const char *what) {
+    uint64_t value;
+    memcpy(&value, reader_take(r, sizeof value, what), sizeof value);
+    return value;
+}
+
+// Something in a file is wrong: one line that names it.
+__attribute__((format(printf, 4, 5))) static noreturn void die_about(const char *path, const char *kind, String name,
+                                                                     const char *format, ...) {
+    char message[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(message, sizeof message, format, args);
+    die("%s: %s %.*s: %s", path, kind, shown(name), name.text, message);
+}
+
+// --- hyperparameters
+
+#define AT_CONFIG(field) offsetof(Config, field)
 static const struct {
+    const char *name, *key; // key: in a GGUF file, after the name of the architecture
+    size_t at;              // of an int in Config
+    int least, most;        // what no sane model exceeds: so products of two of these fit a size_t with room to spare
+} hyperparameters[] = {
+    {"dim", ".embedding_length", AT_CONFIG(dim), 1, 1 << 20},
+    {"hidden_dim", ".feed_forward_length", AT_CONFIG(hidden_dim), 1, 1 << 22},
+    {"n_layers", ".block_count", AT_CONFIG(n_layers), 1, 1 << 12},
+    {"n_heads", ".attention.head_count", AT_CONFIG(n_heads), 1, 1 << 14},
+    {"n_kv_heads", ".attention.head_count_kv", AT_CONFIG(n_kv_heads), 1, 1 << 14},
+    {"head_dim", ".attention.key_length", AT_CONFIG(head_dim), 1, 1 << 14},
+    {"vocab_size", NULL, AT_CONFIG(vocab_size), 1, 1 << 24},
+    {"trained context", ".context_length", AT_CONFIG(n_ctx_train), 1, 1 << 30},
+    {"sliding window", ".attention.sliding_window", AT_CONFIG(sliding_window), 0, INT_MAX},
+};
+enum { N_HYPERPARAMETERS = sizeof hyperparameters / sizeof *hyperparameters };
+
+static int *hyperparameter(const Config *c, int i) { return (int *)((char *)c + hyperparameters[i].at); }
+
+// Refuse what no sane model has before anything is computed from it.
+static void config_check(const Config *c, const char *path, const char *format) {
+    const char *unsound = "not a sound";
+    const String what = {format, strlen(format)};
+    for (int i = 0; i < N_HYPERPARAMETERS; i++) {
+        int value = *hyperparameter(c, i), least = hyperparameters[i].least, most = hyperparameters[i].most;
+        if (value < least || value > most)
+            die_about(path, unsound, what, "expected %s from %d to %d, got %d", hyperparameters[i].name, least, most,
+                      value);
+    }
+    if (c->n_heads % c->n_kv_heads)
+        die_about(path, unsound, what, "expected n_heads to be a multiple of n_kv_heads, got %d and %d", c->n_heads,
+                  c->n_kv_heads);
+    if (c->head_dim % 2)
+        die_about(path, unsound, what, "expected an even head_dim (RoPE turns pairs), got %d", c->head_dim);
+    if ((size_t)c->n_heads * (size_t)c->head_dim > 1 << 22)
+        die_about(path, unsound, what, "%d heads of %d are too wide", c->n_heads, c->head_dim);
+    if (!(c->norm_eps >= 0 && c->norm_eps < 1))
+        die_about(path, unsound, what, "expected a norm epsilon from 0 to 1, got %g", (double)c->norm_eps);
+    if (!(c->rope_base > 1 && c->rope_base < 1e12 && c->rope_factor >= 1e-3 && c->rope_factor <= 1e6 &&
+          c->rope_n_ctx > 0))
+        die_about(path, unsound, what, "RoPE has base %g, factor %g, context %d", c->rope_base, c->rope_factor,
+                  c->rope_n_ctx);
+}
+
+// --- the number formats of files
+
+// A type of weights in a file, and the panel that holds it without loss: w = scale * (q - zero) + minimum.
+typedef struct Part Part;
+typedef struct {
     const char *name;
-    Stage stages[MAX_STAGES];
-    bool whole_words, add_bos;
-} pre_tokenizers[] = {
-    {"default", {PUNCTUATION, GPT2, NUMBERS, THREE_DIGITS}, false, false},
-    {"gpt-2", {GPT2}, false, false},
-    {"llama-bpe", {LLAMA3}, true, true},
-    {"qwen2", {QWEN2}, false, false},
-    {"deepseek-r1-qwen", {QWEN2}, false, false},
-    {"smollm", {ONE_NUMBER, GPT2}, false, false},
-    {"refact", {ONE_NUMBER, GPT2}, false, false},
-    {"starcoder", {ONE_NUMBER, GPT2}, false, false},
-    {"tekken", {TEKKEN}, true, true},
+    int id;          // in a GGUF file, or -1
+    int columns;     // weights in a block
+    int bytes;       // of a block
+    Type type;       // of the panel
+    int group;       // columns that share a scale: 16 or 32
+    Type scale_type; // F16 or F32
+    bool has_min;
+    int zero, high;          // high: bytes of the block with a fifth bit of each weight
+    void (*unpack)(Part *p); // NULL: plain, the panel's steps as they are
+} Format;
+
+// 32 neighbouring weights of a row: where the file has them; unpacked, integers with a scale and minimum for each half.
+struct Part {
+    const Format *format;
+    const uint8_t *block;
+    int part; // which 32 of the block
+    int8_t q[32];
+    float scale[2], min[2];
 };
 
-// Which of the two families, and for the byte-level one its pre-tokenizer. Returns whether such vocabularies begin a
-// text with BOS where nothing else says so.
-static bool tokenizer_set_model(Tokenizer *t, const char *path, bool byte_level, String pre) {
-    snprintf(t->model, sizeof t->model, "%s", byte_level ? "gpt2" : "llama");
-    if (!byte_level) return true;
-    if (!pre.len) pre = (String){"default", 7};
-    snprintf(t->pre, sizeof t->pre, "%.*s", shown(pre), pre.text);
-    unicode_prepare();
-    for (size_t i = 0; i < sizeof pre_tokenizers / sizeof *pre_tokenizers; i++) {
-        if (!string_is(pre, pre_tokenizers[i].name)) continue;
-        memcpy(t->stages, pre_tokenizers[i].stages, sizeof t->stages);
-        t->whole_words = pre_tokenizers[i].whole_words;
-        return pre_tokenizers[i].add_bos;
-    }
-    die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", path, shown(pre), pre.text);
+static uint16_t load_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+static float load_f16(const uint8_t *p) { return float_from_f16(load_u16(p)); }
+
+// The same scale and minimum for all 32.
+static void unpack_scale(Part *p, float scale, float min) {
+    p->scale[0] = p->scale[1] = scale;
+    p->min[0] = p->min[1] = min;
 }
 
-static void tokenizer_check(const Tokenizer *t, const char *path) {
-    if (t->bos >= t->n_pieces || t->unknown >= t->n_pieces)
-        die("%s: tokenizer: expected ids below %d, got BOS %d and unknown %d", path, t->n_pieces, t->bos, t->unknown);
+// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
+static void unpack_q8_0(Part *p) {
+    unpack_scale(p, load_f16(p->block), 0);
+    memcpy(p->q, p->block + 2, 32);
 }
+
+// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8)
+// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
+// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
+// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
+// Byte j of n has number j in its low 4 bits and number j + 16 in the high ones.
+static void unpack_q4_q5(Part *p) {
+    const bool has_min = p->format->has_min;
+    const uint8_t *high = p->block + (has_min ? 4 : 2), *n = high + p->format->high;
+    unpack_scale(p, load_f16(p->block), has_min ? load_f16(p->block + 2) : 0);
+    for (int j = 0; j < 16; j++) {
+        p->q[j] = n[j] & 15;
+        p->q[j + 16] = n[j] >> 4;
+    }
+    for (int j = 0; j < 32 && p->format->high; j++)
+        p->q[j] = (int8_t)(p->q[j] + (high[j / 8] >> j % 8 & 1) * 16 - (has_min ? 0 : 16));
+}
+
+// Q4_K, 144 bytes for 8 parts of 32:  [ d f16 | dmin f16 | s 12 bytes | 128 bytes n ]     w = d scale q - dmin min
+// Q5_K, 176 bytes:  [ d f16 | dmin f16 | s 12 bytes | high 32 bytes | 128 bytes n ]
+// s holds 8 scales and 8 minima of 6 bits: those of parts 0..3 in the low 6 bits of bytes 0..3 (scales) and 4..7
+// (minima); of parts 4..7 the low 4 bits in bytes 8..11 and the high 2 on top of bytes 0..7. Each 32 bytes of n hold
+// two parts, the even one in the low 4 bits. The fifth bit of a weight is bit `part` of high[j].
+static void unpack_k(Part *p) {
+    const int part = p->part;
+    const uint8_t *b = p->block, *s = b + 4, *high = b + 16, *n = high + p->format->high + part / 2 * 32;
+    int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
+    int min = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
+    unpack_scale(p, load_f16(b) * (float)scale, -(load_f16(b + 2) * (float)min));
+    for (int j = 0; j < 32; j++) p->q[j] = n[j] >> part % 2 * 4 & 15;
+    for (int j = 0; j < 32 && p->format->high; j++) p->q[j] |= (int8_t)((high[j] >> part & 1) << 4);
+}
+
+// Q6_K, 210 bytes:  [ 128 bytes low | 64 bytes high | 16 x int8 scale | d f16 ]     w = d scale (q - 32), groups of 16
+// Of each half of 4 parts: parts 0, 1 have their low 4 bits in the low nibbles of 64 bytes, parts 2, 3 in the high
+// nibbles; the 2 bits above are bits 2p and 2p + 1 of 32 bytes, p the part in its half.
+static void unpack_q6_k(Part *p) {
+    const uint8_t *b = p->block;
+    const int part = p->part;
+    const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
+    float d = load_f16(b + 208);
+    for (int half = 0; half < 2; half++) p->scale[half] = d * (float)(int8_t)b[192 + 2 * part + half];
+    for (int j = 0; j < 32; j++) {
+        int q = (low[j] >> part % 4 / 2 * 4 & 15) | (high[j] >> part % 4 * 2 & 3) << 4;
+        p->q[j] = (int8_t)(q - 32);
+    }
+}
+
+static const Format formats[] = {
+    {"F32", 0, 1, 4, F32, 0, F32, false, 0, 0, NULL},
+    {"F16", 1, 1, 2, F16, 0, F32, false, 0, 0, NULL},
+    {"BF16", 30, 1, 2, BF16, 0, F32, false, 0, 0, NULL},
+    {"Q8_0", 8, 32, 34, I8, 32, F16, false, 0, 0, unpack_q8_0},
+    {"Q4_0", 2, 32, 18, I4, 32, F16, false, 8, 0, unpack_q4_q5},
+    {"Q4_1", 3, 32, 20, I4, 32, F16, true, 0, 0, unpack_q4_q5},
+    {"Q5_0", 6, 32, 22, I8, 32, F16, false, 0, 4, unpack_q4_q5},
+    {"Q5_1", 7, 32, 24, I8, 32, F16, true, 0, 4, unpack_q4_q5},
+    {"Q4_K", 12, 256, 144, I4, 32, F32, true, 0, 0, unpack_k},
+    {"Q5_K", 13, 256, 176, I8, 32, F32, true, 0, 32, unpack_k},
+    {"Q6_K", 14, 256, 210, I8, 16, F32, false, 0, 0, unpack_q6_k},
+    // llama2.c's: scales in an array of their own, groups of any size
+    {"int8", -1, 1, 1, I8, 0, F32, false, 0, 0, NULL},
+};
+enum { N_FORMATS = sizeof formats / sizeof *formats };
+static const Format *const FORMAT_F32 = &formats[0], *const FORMAT_INT8 = &formats[N_FORMATS - 1];
+
+static const Format *format_by_id(uint32_t id) {
+    for (int i = 0; i < N_FORMATS; i++)
+        if (formats[i].id >= 0 && (uint32_t)formats[i].id == id) return &formats[i];
+    return NULL;
+}
+
+// Where a loader finds the rows of a tensor.
+typedef struct {
+    const Format *format;
+    const uint8_t *weights;
+    const uint8_t *scales; // llama2.c's int8: a float for each `group` weights of the whole tensor, at any alignment
+    size_t group;
+    int turn_halves; // head_dim, where each head's rows i and i + head_dim / 2 become neighbours; else 0
+} Source;
+
+// The row of the file that becomes row r.
+static int source_row(const Source *s, int r) {
+    if (!s->turn_halves) return r;
+    int head = r / s->turn_halves, i = r % s->turn_halves;
+    return head * s->turn_halves + i / 2 + i % 2 * (s->turn_halves / 2);
+}
+
+static size_t row_bytes(const Format *f, int cols) { return (size_t)(cols / f->columns) * (size_t)f->bytes; }
+
+// Weights 32 * i to 32 * i + 31 of a row of blocks.
+static Part unpack(const Format *f, const uint8_t *row, int i) {
+    int parts = f->columns / 32;
+    Part p = {.format = f, .block = row + (size_t)(i / parts) * (size_t)f->bytes, .part = i % parts};
+    f->unpack(&p);
+    return p;
+}
+
+// A row of the file as floats. cols is a multiple of the format's columns.
+static void source_floats(const Source *s, int row, int cols, float *out) {
+    const Format *f = s->format;
+    const uint8_t *from = s->weights + (size_t)row * row_bytes(f, cols);
+    for (int i = 0; f->unpack && i < cols / 32; i++) {
+        Part p = unpack(f, from, i);
+        for (int j = 0; j < 32; j++) out[32 * i + j] = p.scale[j / 16] * (float)(p.q[j] - f->zero) + p.min[j / 16];
+    }
+    for (int k = 0; !f->unpack && k < cols; k++) {
+        if (f->type == F32) out[k] = float_from_bits(load_u32(from + 4 * k));
+        if (f->type == F16) out[k] = load_f16(from + 2 * k);
+        if (f->type == BF16) out[k] = float_from_bf16(load_u16(from + 2 * k));
+        if (f->type == I8) {
+            size_t group = ((size_t)row * (size_t)cols + (size_t)k) / s->group;
+            out[k] = (float)(int8_t)from[k] * float_from_bits(load_u32(s->scales + 4 * group));
+        }
+    }
+}
+
+// --- into panels
+
+// Steps as the file has them -> row r of a panel.
+static void pack_steps(uint32_t *panel, const void *row, int r, size_t n_steps) {
+    for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, (const uint8_t *)row + i * 4, 4);
+}
+
+static void store_scale(const Matrix *w, const void *array, size_t at, float value) {
+    if (w->scale_type == F16) ((uint16_t *)array)[at] = f16_from_float(value); // it came from a half: exact
+    else ((float *)array)[at] = value;
+}
+
+// A row of blocks -> row r of panel p.
+static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
+    uint32_t *word = (uint32_t *)w->panels + p * panel_words(w) + r;
+    for (int i = 0; i < w->cols / 32; i++) {
+        Part u = unpack(f, row, i);
+        for (int k = 0; k < 32; k += step_columns(w->type), word += PANEL) {
+            uint8_t bytes[4];
+            for (int j = 0; j < 4; j++)
+                bytes[j] = (uint8_t)(w->type == I8 ? u.q[k + j] : (uint8_t)u.q[k + j] | (uint8_t)u.q[k + j + 4] << 4);
+            memcpy(word, bytes, 4);
+        }
+        for (int g = 0; g < 32 / w->group; g++) {
+            size_t at = p * panel_scales(w) + (size_t)(i * (32 / w->group) + g) * PANEL + (size_t)r;
+            store_scale(w, w->scales, at, u.scale[g]);
+            if (w->mins) store_scale(w, w->mins, at, u.min[g]);
+        }
+    }
+}
+
+// Row `from` of the file -> row r of panel p.
+static void pack_row(const Matrix *w, const Source *s, int from, size_t p, int r) {
+    const Format *f = s->format;
+    const uint8_t *row = s->weights + (size_t)from * row_bytes(f, w->cols);
+    uint32_t *panel = (uint32_t *)w->panels + p * panel_words(w);
+    size_t n_steps = panel_words(w) / PANEL;
+    if (f->type != w->type) {
+        float *values = alloc((size_t)w->cols, sizeof *values, "a row");
+        source_floats(s, from, w->cols, values);
+        pack_steps(panel, values, r, n_steps);
+        free(values);
+    } else if (f->unpack) pack_blocks(w, f, row, p, r);
+    else pack_steps(panel, row, r, n_steps);
+    if (f->type == w->type && s->scales) {
+        size_t groups = (size_t)(w->cols / w->group);
+        pack_steps((uint32_t *)w->scales + p * panel_scales(w), s->scales + (size_t)from * groups * 4, r, groups);
+    }
+}
+
+// Row-major weights in the file -> panels, on all threads. What a panel cannot hold as it is becomes floats: rows that
+// end within a step, and groups of llama2.c's that cross rows or are too small. Right before fast.
+static Matrix matrix_load(int rows, int cols, const Source *s, int n_threads) {
+    (void)n_threads; // which only OpenMP reads
+    const Format *f = s->format;
+    size_t group = s->scales ? s->group : (size_t)f->group;
+    bool fits = cols % step_columns(f->type) == 0 && (!group || ((size_t)cols % group == 0 && group % 16 == 0));
+    Matrix w = {.type = fits ? f->type : F32, .rows = rows, .cols = cols, .group = fits ? (int)group : 0};
+    w.scale_type = f->scale_type;
+    w.zero = fits ? f->zero : 0;
+    size_t n = matrix_panels(&w);
+    w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
+    if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
+    if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
+#pragma omp parallel for schedule(static) num_threads(n_threads) if (n > 64) // else done before a thread wakes up
+    for (size_t p = 0; p < n; p++)
+        for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++)
+            pack_row(&w, s, source_row(s, (int)p * PANEL + r), p, r);
+    return w;
+}
+
+static void matrix_free(Matrix *w) {
+    size_t n = matrix_panels(w);
+    free_pages((void *)w->panels, n, panel_words(w) * 4);
+    free_pages((void *)w->scales, n, panel_scales(w) * scale_bytes(w));
+    free_pages((void *)w->mins, n, panel_scales(w) * scale_bytes(w));
+}
+
+// --- into a model
+
+// Puts a tensor where it belongs. turns_halves: the file has other pairs for RoPE than we.
+static void tensor_load(Model *m, const Tensor *t, int layer, Source s, bool turns_halves) {
+    int rows = dim_of(&m->config, t->rows), cols = dim_of(&m->config, t->cols);
+    void *place = tensor_field(m, t, layer);
+    s.turn_halves = turns_halves && t->flags & TURNS ? m->config.head_dim : 0;
+    if (t->rows != VECTOR) {
+        *(Matrix *)place = matrix_load(rows, cols, &s, m->n_threads);
+        return;
+    }
+    float *values = alloc((size_t)cols, sizeof *values, t->name), *out = alloc((size_t)cols, sizeof *out, t->name);
+    source_floats(&s, 0, cols, values);
+    for (int i = 0; i < cols; i++) out[i] = values[source_row(&s, i)];
+    free(values);
+    *(const float **)place = out;
+}
+
+// What follows from the tensors, when all are there.
+static void model_complete(Model *m) {
+    m->tied = !m->output.panels;
+    if (m->tied) m->output = m->embed;
+    EACH_TENSOR(m, t, l) {
+        const Matrix *w = tensor_matrix(m, t, l);
+        m->any_quantized |= w && is_quantized(w->type);
+        m->any_bf16 |= w && w->type == BF16;
+    }
+    rope_prepare(m);
+}
+
+static void model_free(Model *m) {
+    bool mapped = m->file.data != NULL; // then the matrices lie in the file
+    if (m->tied) m->output = (Matrix){0};
+    EACH_TENSOR(m, t, l) {
+        Matrix *w = tensor_matrix(m, t, l);
+        if (!w) free(*(void **)tensor_field(m, t, l));
+        else if (!mapped) matrix_free(w);
+    }
+    unmap_file(&m->file);
+    free(m->rope_freqs);
+    free(m->layers);
+    free(m);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §13 GGUF
+//
+// The format of the llama.cpp world, versions 2 and 3: metadata as keys and values, then tensors with names.
+//
+//   "GGUF", uint32 version, uint64 n_tensors, uint64 n_keys
+//   n_keys times:     string key, uint32 type, value          a string is a uint64 length and bytes;
+//   n_tensors times:  string name, uint32 n_dims, uint64 dims[n_dims] (columns first), uint32 format, uint64 offset
+//   zeros up to a multiple of general.alignment (32 unless said); then the data, to which the offsets count
+//
+// An array value is a uint32 type, a uint64 length and the elements. Ref: the GGUF specification in ggml's docs.
+//
+// A FLAT CHECKPOINT is a GGUF file whose matrices lie in panels, as bytes: the model points into the mapped file, and
+// nothing is left to load. doc/formats.md has it byte by byte.
+
+typedef enum { G_U8, G_I8, G_U16, G_I16, G_U32, G_I32, G_F32, G_BOOL, G_STRING, G_ARRAY, G_U64, G_I64, G_F64 } GgufType;
+
+typedef struct {
+    String name;
+    GgufType type, element; // element: of an array
+    uint64_t n;             // elements of an array, else 1
+    size_t pos, end;        // of the value in the file
+} GgufKey;
+
+typedef struct {
+    String name;
+    const Format *format; // NULL: a matrix in panels,
+    Matrix matrix;        // this one,
+    bool has_min;         // with minima
+    int rows, cols;       // a vector has one row
+    unsigned long long offset;
+    const uint8_t *data;
+    size_t bytes;
+    bool used;
+} GgufTensor;
+
+typedef struct {
+    const Mapping *file;
+    int version;
+    bool flat;
+    String arch;
+    int n_keys, n_tensors;
+    GgufKey *keys;       // sorted by name
+    GgufTensor *tensors; // sorted by name
+} Gguf;
+
+enum { FLAT_VERSION = 1, FLAT_ALIGNMENT = 64, FLAT_FORMAT = 24 }; // 24: bytes, GGML's type I8
+
+static String reader_string(Reader *r, const char *what) {
+    uint64_t len = reader_u64(r, what);
+    return (String){(const char *)reader_take(r, len, what), len};
+}
+
+static String reader_name(Reader *r, const char *what) {
+    String name = reader_string(r, what);
+    if (name.len > 65535) die("%s: %s: expected at most 65535 bytes, got %zu", r->path, what, name.len);
+    return name;
+}
+
+// A count of things that take at least `least` bytes each, so that there cannot be more than fit in the file.
+static uint64_t reader_count(Reader *r, size_t least, const char *what) {
+    size_t at = r->pos;
+    uint64_t n = reader_u64(r, what);
+    if (n > (r->size - r->pos) / least || n > INT_MAX)
+        die("%s: %s at offset %zu: expected at most %zu, as the file has %zu bytes, got %llu", r->path, what, at,
+            (r->size - r->pos) / least, r->size, (unsigned long long)n);
+    return n;
+}
+
+// The order of keys, and of tensors: both begin with their names.
+static int compare_names(const void *a, const void *b) {
+    const String *x = a, *y = b;
+    int order = memcmp(x->text, y->text, x->len < y->len ? x->len : y->len);
+    return order ? order : (x->len > y->len) - (x->len < y->len);
+}
+
+static int compare_offsets(const void *a, const void *b) {
+    const uint8_t *x = ((const GgufTensor *)a)->data, *y = ((const GgufTensor *)b)->data;
+    return (x > y) - (x < y);
+}
+
+// Sort keys or tensors by name. None may be there twice.
+static void sort_by_name(const char *path, const char *kind, void *array, int n, size_t size) {
+    qsort(array, (size_t)n, size, compare_names);
+    for (char *at = (char *)array + size; at < (char *)array + (size_t)n * size; at += size)
+        if (!compare_names(at - size, at)) die_about(path, kind, *(String *)at, "is there twice");
+}
+
+static void *find_by_name(const char *name, const void *array, int n, size_t size) {
+    String wanted = {name, strlen(name)};
+    return n ? bsearch(&wanted, array, (size_t)n, size, compare_names) : NULL;
+}
+
+// --- keys
+
+// Bytes of a value of fixed size; 0 for strings, arrays and unknown types.
+static size_t gguf_type_bytes(uint32_t type) {
+    static const uint8_t bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    return type < sizeof bytes ? bytes[type] : 0;
+}
+
+static void gguf_skip_value(Reader *r, String key, uint32_t type, uint64_t n) {
+    if (type == G_STRING)
+        for (uint64_t i = 0; i < n; i++) reader_string(r, "a string value");
+    else if (!gguf_type_bytes(type)) die_about(r->path, "key", key, "expected a value type of GGUF, got %u", type);
+    else reader_take(r, product(n, gguf_type_bytes(type), "a GGUF value"), "a value");
+}
+
+static void gguf_read_keys(Gguf *g, Reader *r) {
+    g->keys = alloc((size_t)g->n_keys, sizeof *g->keys, "GGUF keys");
+    for (GgufKey *k = g->keys; k < g->keys + g->n_keys; k++) {
+        k->name = reader_name(r, "name of a key");
+        uint32_t type = reader_u32(r, "type of a value"), element = type;
+        k->n = 1;
+        if (type == G_ARRAY) {
+            element = reader_u32(r, "type of an array");
+            k->n = reader_count(r, element == G_STRING ? 8 : 1, "length of an array");
+        }
+        k->type = (GgufType)type;
+        k->element = (GgufType)element;
+        k->pos = r->pos;
+        gguf_skip_value(r, k->name, element, k->n);
+        k->end = r->pos;
+    }
+    sort_by_name(r->path, "key", g->keys, g->n_keys, sizeof *g->keys);
+}
+
+// The key of this name. One that begins with a dot belongs to the architecture, as "llama.context_length".
+static const GgufKey *gguf_find(const Gguf *g, const char *key) {
+    char name[160];
+    snprintf(name, sizeof name, "%.*s%s", *key == '.' ? shown(g->arch) : 0, g->arch.text, key);
+    return find_by_name(name, g->keys, g->n_keys, sizeof *g->keys);
+}
+
+// A number of any type, or `otherwise` where the key is missing.
+static double gguf_number(const Gguf *g, const char *key, double otherwise) {
+    const GgufKey *k = gguf_find(g, key);
+    if (!k) return otherwise;
+    size_t n = gguf_type_bytes(k->type);
+    uint64_t bits = 0; // little-endian: the low bytes
+    double number;
+    memcpy(&bits, g->file->data + k->pos, n);
+    memcpy(&number, &bits, sizeof number);
+    switch (k->type) {
+    case G_F64: return number;
+    case G_F32: return (double)float_from_bits((uint32_t)bits);
+    case G_I8:
+    case G_I16:
+    case G_I32:
+    case G_I64: return (double)((int64_t)(bits << (64 - 8 * n)) >> (64 - 8 * n)); // the sign fills what is above
+    case G_STRING:
+    case G_ARRAY: die_about(g->file->path, "key", k->name, "expected a number");
+    default: return (double)bits;
+    }
+}
+
+// A whole number in the range of int; missing: `otherwise`.
+static int gguf_int(const Gguf *g, const char *key, int otherwise) {
+    double x = gguf_number(g, key, otherwise);
+    if (!(x >= INT_MIN && x <= INT_MAX) || x != floor(x))
+        die_about(g->file->path, "key", gguf_find(g, key)->name, "expected a whole number of 31 bits, got %g", x);
+    return (int)x;
+}
+
+static String gguf_string(const Gguf *g, const char *key) {
+    const GgufKey *k = gguf_find(g, key);
+    if (!k) return (String){"", 0};
+    if (k->type != G_STRING) die_about(g->file->path, "key", k->name, "expected a string");
+    Reader r = {g->file->path, g->file->data, g->file->size, k->pos};
+    return reader_string(&r, key);
+}
+
+// A Reader of the elements of an array of this element type, and their number; 0 where the key is missing.
+static uint64_t gguf_array(const Gguf *g, const char *key, GgufType element, Reader *r) {
+    const GgufKey *k = gguf_find(g, key);
+    *r = (Reader){g->file->path, g->file->data, k ? k->end : 0, k ? k->pos : 0};
+    if (!k) return 0;
+    if (k->type != G_ARRAY || k->element != element)
+        die_about(r->path, "key", k->name, "expected an array of type %d, got type %d of %d", element, k->type,
+                  k->element);
+    return k->n;
+}
+
+// --- tensors
+
+// Where the scales of a matrix in panels begin (part 0), and after them the minima (part 1).
+static size_t flat_offset(const Matrix *w, int part) {
+    size_t n = matrix_panels(w), scales = pad(n * panel_scales(w) * scale_bytes(w), FLAT_ALIGNMENT);
+    return n * panel_words(w) * 4 + (size_t)part * scales;
+}
+
+// The next matrix of a flat checkpoint, from its list; where it lies is not known yet.
+static void flat_matrix(GgufTensor *t, Reader *list) {
+    enum { TYPE, ROWS, COLS, GROUP, SCALE_TYPE, ZERO, HAS_MIN, N_FIELDS };
+    static const int least[] = {0, 1, 1, 0, F32, 0, 0}, most[] = {N_TYPES - 1, 1 << 24, 1 << 24, 1 << 24, F16, 8, 1};
+    int n[N_FIELDS];
+    bool sound = true;
+    if (list->size - list->pos < sizeof n)
+        die_about(list->path, "tensor", t->name, "key run.flat.matrices: expected %d numbers for it, got none",
+                  N_FIELDS);
+    for (int i = 0; i < N_FIELDS; i++) {
+        n[i] = reader_i32(list, "run.flat.matrices");
+        sound = sound && n[i] >= least[i] && n[i] <= most[i];
+    }
+    Type type = sound ? (Type)n[TYPE] : F32;
+    bool groups = sound && n[GROUP] && n[GROUP] % 16 == 0 && n[COLS] % n[GROUP] == 0;
+    bool int8 = groups && type == I8 && !n[ZERO] && (!n[HAS_MIN] || n[GROUP] % BLOCK == 0);
+    bool int4 = groups && type == I4 && n[GROUP] == BLOCK && n[ZERO] % 8 == 0;
+    bool plain = sound && !is_quantized(type) && n[COLS] % step_columns(type) == 0 &&
+                 !(n[GROUP] || n[SCALE_TYPE] || n[ZERO] || n[HAS_MIN]);
+    if (!int8 && !int4 && !plain)
+        die_about(list->path, "tensor", t->name,
+                  "type %d, shape [%d, %d], group %d, scale type %d, zero %d and minima %d do not go together", n[TYPE],
+                  n[ROWS], n[COLS], n[GROUP], n[SCALE_TYPE], n[ZERO], n[HAS_MIN]);
+    t->rows = n[ROWS];
+    t->cols = n[COLS];
+    t->has_min = n[HAS_MIN];
+    t->matrix = (Matrix){type, t->rows, t->cols, n[GROUP], (Type)n[SCALE_TYPE], n[ZERO], NULL, NULL, NULL};
+    size_t scales = matrix_panels(&t->matrix) * panel_scales(&t->matrix) * scale_bytes(&t->matrix);
+    t->bytes = flat_offset(&t->matrix, t->has_min) + scales;
+}
+
+// Shape and size of a matrix or vector in rows, of a format known by its number.
+static void row_tensor(GgufTensor *t, uint32_t id, const unsigned long long dims[4], const char *path) {
+    unsigned long long most = 1 << 24;
+    if (dims[2] != 1 || dims[3] != 1 || dims[0] < 1 || dims[0] > most || dims[1] < 1 || dims[1] > most)
+        die_about(path, "tensor", t->name,
+                  "expected a vector or matrix of at most 2^24 rows and columns, got [%llu, %llu, %llu, %llu]", dims[3],
+                  dims[2], dims[1], dims[0]);
+    t->cols = (int)dims[0];
+    t->rows = (int)dims[1];
+    t->format = format_by_id(id);
+    Text known = {0};
+    for (int i = 0; !t->format && i < N_FORMATS; i++)
+        if (formats[i].id >= 0) text_format(&known, "%s%s", i ? " " : "", formats[i].name);
+    if (!t->format)
+        die_about(path, "tensor", t->name, "its format, number %u, is none of those this program knows (%.*s)", id,
+                  (int)known.len, known.data);
+    if (t->cols % t->format->columns)
+        die_about(path, "tensor", t->name, "expected rows of whole %s blocks of %d, got rows of %d", t->format->name,
+                  t->format->columns, t->cols);
+    t->bytes = (size_t)t->rows * row_bytes(t->format, t->cols);
+}
+
+// Name, format, shape and offset of one tensor. list: what a flat checkpoint says of its matrices
+static void gguf_read_tensor(const Gguf *g, GgufTensor *t, Reader *r, Reader *list) {
+    t->name = reader_name(r, "name of a tensor");
+    uint32_t n_dims = reader_u32(r, "dimensions of a tensor");
+    unsigned long long dims[4] = {1, 1, 1, 1};
+    if (n_dims < 1 || n_dims > 4) die_about(r->path, "tensor", t->name, "expected 1 to 4 dimensions, got %u", n_dims);
+    for (uint32_t i = 0; i < n_dims; i++) dims[i] = reader_u64(r, "shape of a tensor");
+    uint32_t id = reader_u32(r, "format of a tensor");
+    if (!g->flat || id != FLAT_FORMAT) row_tensor(t, id, dims, r->path);
+    else flat_matrix(t, list);
+    if (!t->format && (dims[0] != t->bytes || n_dims > 1))
+        die_about(r->path, "tensor", t->name, "expected %zu bytes of panels, got %llu", t->bytes, dims[0]);
+    t->offset = reader_u64(r, "offset of a tensor");
+}
+
+// Where the tensors lie, and that they lie within the file and apart.
+static void gguf_place_tensors(Gguf *g, const Reader *r) {
+    int alignment = gguf_int(g, "general.alignment", 32);
+    int least = g->flat ? FLAT_ALIGNMENT : 1, most = 1 << 20;
+    if (alignment < least || alignment > most || (alignment & (alignment - 1)))
+        die("%s: key general.alignment: expected a power of two from %d to %d, got %d", r->path, least, most,
+            alignment);
+    size_t begin = pad(r->pos, (size_t)alignment), room = begin < r->size ? r->size - begin : 0;
+    for (GgufTensor *t = g->tensors; t < g->tensors + g->n_tensors; t++) {
+        if (t->offset % (unsigned)alignment || t->offset > room || t->bytes > room - t->offset)
+            die_about(r->path, "tensor", t->name,
+                      "expected %zu bytes at a multiple of %d within the %zu bytes of data, got offset %llu: the file "
+                      "is truncated or damaged",
+                      t->bytes, alignment, room, t->offset);
+        t->data = r->data + begin + t->offset;
+        if (t->format) continue;
+        Matrix *w = &t->matrix;
+        w->panels = t->data;
+        w->scales = is_quantized(w->type) ? t->data + flat_offset(w, 0) : NULL;
+        w->mins = t->has_min ? t->data + flat_offset(w, 1) : NULL;
+    }
+    qsort(g->tensors, (size_t)g->n_tensors, sizeof *g->tensors, compare_offsets);
+    for (int i = 1; i < g->n_tensors; i++) {
+        const GgufTensor *a = &g->tensors[i - 1], *b = &g->tensors[i];
+        if (a->data + a->bytes > b->data)
+            die_about(r->path, "tensor", a->name, "overlaps with tensor %.*s", shown(b->name), b->name.text);
+    }
+    sort_by_name(r->path, "tensor", g->tensors, g->n_tensors, sizeof *g->tensors);
+}
+
+// The header of a file: all keys, all tensors, everything within bounds.
+static Gguf *gguf_open(const Mapping *file) {
+    Gguf *g = alloc(1, sizeof *g, "GGUF");
+    Reader r = {file->path, file->data, file->size, 0};
+    reader_take(&r, 4, "magic");
+    uint32_t version = reader_u32(&r, "version");
+    if (version == 2u << 24 || version == 3u << 24)
+        die("%s: a big-endian GGUF file; expected a little-endian one", r.path);
+    if (version != 2 && version != 3) die("%s: expected GGUF version 2 or 3, got %u", r.path, version);
+    *g = (Gguf){.file = file, .version = (int)version, .arch = {"", 0}};
+    g->n_tensors = (int)reader_count(&r, 24, "number of tensors");
+    g->n_keys = (int)reader_count(&r, 12, "number of keys");
+    gguf_read_keys(g, &r);
+    g->arch = gguf_string(g, "general.architecture");
+    int flat = gguf_int(g, "run.flat.version", 0);
+    g->flat = gguf_find(g, "run.flat.version") != NULL;
+    if (g->flat && flat != FLAT_VERSION)
+        die("%s: key run.flat.version: expected %d, got %d (export.py writes a new file)", r.path, FLAT_VERSION, flat);
+    Reader list;
+    gguf_array(g, "run.flat.matrices", G_I32, &list);
+    g->tensors = alloc((size_t)g->n_tensors, sizeof *g->tensors, "tensors");
+    for (int i = 0; i < g->n_tensors; i++) gguf_read_tensor(g, &g->tensors[i], &r, &list);
+    if (list.pos < list.size)
+        die("%s: key run.flat.matrices: expected as many as the file has, got %zu bytes more", r.path,
+            list.size - list.pos);
+    gguf_place_tensors(g, &r);
+    return g;
+}
+
+static void gguf_free(Gguf *g) {
+    if (!g) return;
+    free(g->keys);
+    free(g->tensors);
+    free(g);
+}
+
+// The tensor of this name, marked as used, or NULL.
+static GgufTensor *gguf_tensor(Gguf *g, const char *name) {
+    GgufTensor *t = find_by_name(name, g->tensors, g->n_tensors, sizeof *g->tensors);
+    if (t) t->used = true;
+    return t;
+}
+
+// --- a model
+
+static void gguf_rope(Gguf *g, Config *c) {
+    c->rope_base = gguf_number(g, ".rope.freq_base", 10000);
+    c->rope_factor = gguf_number(g, ".rope.scaling.factor", gguf_number(g, ".rope.scale_linear", 1));
+    c->rope_n_ctx = gguf_int(g, ".rope.scaling.original_context_length", c->n_ctx_train);
+    String type = gguf_string(g, ".rope.scaling.type");
+    if (string_is(type, "linear") || (!type.len && c->rope_factor != 1)) c->rope_scaling = ROPE_LINEAR;
+    else if (string_is(type, "yarn")) c->rope_scaling = ROPE_YARN;
+    else if (string_is(type, "llama3") && !gguf_tensor(g, "rope_freqs.weight"))
+        die("%s: RoPE is scaled as in Llama 3, but tensor rope_freqs.weight is missing", g->file->path);
+    else if (type.len && !string_is(type, "none") && !string_is(type, "llama3"))
+        die_about(g->file->path, "key", gguf_find(g, ".rope.scaling.type")->name,
+                  "expected none, linear, llama3 or yarn, got %.*s", shown(type), type.text);
+    const struct {
+        const char *key;
+        double only;
+    } fixed[] = {{".rope.scaling.attn_factor", 1},
+                 {".rope.scaling.yarn_attn_factor", 1},
+                 {".rope.scaling.yarn_ext_factor", 1},
+                 {".rope.scaling.yarn_beta_fast", 32},
+                 {".rope.scaling.yarn_beta_slow", 1},
+                 {".attention.scale", 0},
+                 {".final_logit_softcapping", 0},
+                 {".attn_logit_softcapping", 0},
+                 {".logit_scale", 0},
+                 {".expert_count", 0},
+                 {".rope.dimension_count", c->head_dim},
+                 {".attention.value_length", c->head_dim}};
+    for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++) {
+        double got = gguf_number(g, fixed[i].key, fixed[i].only);
+        if (got != fixed[i].only)
+            die_about(g->file->path, "key", gguf_find(g, fixed[i].key)->name, "only %g is supported, got %g",
+                      fixed[i].only, got);
+    }
+}
+
+// The hyperparameters, from the metadata, all but the size of the vocabulary.
+static Config gguf_config(Gguf *g) {
+    Config c = {.rope_factor = 1};
+    for (int i = 0; i < N_HYPERPARAMETERS; i++)
+        if (hyperparameters[i].key) *hyperparameter(&c, i) = gguf_int(g, hyperparameters[i].key, 0);
+    if (!gguf_find(g, ".attention.head_count_kv")) c.n_kv_heads = c.n_heads;
+    if (!gguf_find(g, ".attention.key_length")) c.head_dim = c.n_heads > 0 ? c.dim / c.n_heads : 0;
+    c.norm_eps = (float)gguf_number(g, ".attention.layer_norm_rms_epsilon", 1e-5);
+    gguf_rope(g, &c);
+    return c;
+}
+
+// A row of the table from the file. layer < 0: not of a layer.
+static void gguf_load_tensor(Model *m, Gguf *g, const Tensor *t, int layer, bool turns_halves) {
+    char name[160];
+    if (layer < 0) snprintf(name, sizeof name, "%s", t->name);
+    else snprintf(name, sizeof name, "blk.%d.%s", layer, t->name);
+    const GgufTensor *found = gguf_tensor(g, name);
+    if (!found && t->flags & OPTIONAL) return;
+    if (!found) die("%s: tensor %s is missing", g->file->path, name);
+    int rows = dim_of(&m->config, t->rows), cols = dim_of(&m->config, t->cols);
+    if (found->rows != rows || found->cols != cols)
+        die_about(g->file->path, "tensor", found->name, "expected [%d, %d], got [%d, %d]", rows, cols, found->rows,
+                  found->cols);
+    bool flat = g->flat && t->rows != VECTOR;
+    if (g->flat && found->format != (flat ? NULL : FORMAT_F32))
+        die_about(g->file->path, "tensor", found->name, "expected %s in a flat checkpoint, got %s",
+                  flat ? "panels" : "F32", found->format ? found->format->name : "panels");
+    if (flat) *(Matrix *)tensor_field(m, t, layer) = found->matrix;
+    else {
+        tensor_load(m, t, layer, (Source){.format = found->format, .weights = found->data}, turns_halves && !g->flat);
+        mapping_release(g->file, found->data, found->bytes);
+    }
+}
+
+static const Architecture *gguf_architecture(const Gguf *g) {
+    Text known = {0};
+    for (int i = 0; i < N_ARCHITECTURES; i++)
+        if (string_is(g->arch, architectures[i].name)) return &architectures[i];
+    for (int i = 0; i < N_ARCHITECTURES; i++) text_format(&known, "%s%s", i ? ", " : "", architectures[i].name);
+    die("%s: this GGUF file's architecture: expected one of %.*s, got '%.*s'", g->file->path, (int)known.len,
+        known.data, shown(g->arch), g->arch.text);
+}
+
+static void gguf_load(Model *m, Gguf *g) {
+    bool turns_halves = gguf_architecture(g)->turns_halves;
+    Config *c = &m->config;
+    *c = gguf_config(g);
+    String name = gguf_string(g, "general.name");
+    snprintf(m->name, sizeof m->name, "%.*s", shown(name), name.text);
+    const GgufTensor *embed = gguf_tensor(g, "token_embd.weight");
+    if (!embed) die("%s: tensor token_embd.weight is missing: a vocabulary without a model?", g->file->path);
+    const GgufTensor *gate = gguf_tensor(g, "blk.0.ffn_gate.weight"), *first = gate ? gate : embed;
+    const char *type = first->format ? first->format->name : type_name(first->matrix.type);
+    snprintf(m->format, sizeof m->format, "%sGGUF version %d, %s", g->flat ? "flat checkpoint, " : "", g->version,
+             type);
+    c->vocab_size = embed->rows;
+    config_check(c, g->file->path, "GGUF model");
+    m->layers = alloc((size_t)c->n_layers, sizeof *m->layers, "layers");
+    double start = seconds();
+    for (int l = -1; l < c->n_layers; l++) {
+        for (const Tensor *t = tensors; t < tensors + N_TENSORS; t++)
+            if (t->in_layer == (l >= 0)) gguf_load_tensor(m, g, t, l, turns_halves);
+        show_progress("loading, layers", l + 1, c->n_layers, start);
+    }
+    for (int i = 0; i < g->n_tensors; i++)
+        if (!g->tensors[i].used)
+            die_about(g->file->path, "tensor", g->tensors[i].name, "has no place in this architecture");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §14 llama2.c
+//
+// The checkpoints of llama2.c, versions 0, 1 and 2; and how to tell what a file is.
+//
+//   version 0   7 int32 (below); float32 tensors. A negative vocab_size says that the classifier is separate. After the
+//               final norm lie two tables of RoPE values, which are skipped.
+//   version 1   "ak42" (uint32), 1, 7 int32, uint8 shared_classifier, zeros to byte 256; norms first, then matrices.
+//   version 2   as version 1 with 2, and an int32 group_size after shared_classifier; norms float32, then for each
+//               matrix its int8 values and after them one float32 scale for every group_size values.
+//
+//   the 7:      dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, context length
+
+enum { LLAMA2C_HEADER = 256, LLAMA2C_TENSORS = 12 };
+
+typedef struct {
+    int version, group_size, n_tensors;
+    size_t rope_bytes; // of version 0's RoPE values
+} Llama2c;
+
+// The tensors in the order of the file: of version 0, and of the others. Of a tensor in every layer all lie together.
+static const char *const llama2c_order[2][LLAMA2C_TENSORS] = {
+    {"token_embd.weight", "attn_norm.weight", "attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight",
+     "ffn_norm.weight", "ffn_gate.weight", "ffn_down.weight", "ffn_up.weight", "output_norm.weight", "output.weight"},
+    {"attn_norm.weight", "ffn_norm.weight", "output_norm.weight", "token_embd.weight", "attn_q.weight", "attn_k.weight",
+     "attn_v.weight", "attn_output.weight", "ffn_gate.weight", "ffn_down.weight", "ffn_up.weight", "output.weight"}};
+
+static const Tensor *tensor_of_name(const char *name) {
+    const Tensor *t = tensors;
+    while (strcmp(t->name, name)) t++;
+    return t;
+}
+
+static Config llama2c_header(Reader *r, Llama2c *h) {
+    *h = (Llama2c){0};
+    if (r->size >= 4 && !memcmp(r->data, "24ka", 4)) { // the uint32 "ak42", lowest byte first
+        reader_i32(r, "magic");
+        h->version = reader_i32(r, "version");
+        if (h->version < 1 || h->version > 2)
+            die("%s: expected a llama2.c checkpoint of version 0, 1 or 2, got version %d", r->path, h->version);
+    }
+    Config c = {.norm_eps = 1e-5f, .rope_base = 10000, .rope_factor = 1};
+    int *fields[] = {&c.dim, &c.hidden_dim, &c.n_layers, &c.n_heads, &c.n_kv_heads, &c.vocab_size, &c.n_ctx_train};
+    for (int i = 0; i < 7; i++) *fields[i] = reader_i32(r, "hyperparameters");
+    c.rope_n_ctx = c.n_ctx_train;
+    bool shared_classifier = h->version ? *reader_take(r, 1, "shared_classifier") : c.vocab_size > 0;
+    if (h->version == 0 && c.vocab_size < 0) c.vocab_size = c.vocab_size == INT_MIN ? 0 : -c.vocab_size;
+    if (h->version == 2) {
+        h->group_size = reader_i32(r, "group_size");
+        if (h->group_size < 1) die("%s: header: expected a positive group_size, got %d", r->path, h->group_size);
+    }
+    if (h->version >= 1) reader_take(r, LLAMA2C_HEADER - r->pos, "header");
+    c.head_dim = c.n_heads > 0 ? c.dim / c.n_heads : 0;
+    config_check(&c, r->path, h->version ? "llama2.c checkpoint" : "llama2.c checkpoint, and of no other known format");
+    if (c.dim % c.n_heads)
+        die("%s: header: expected dim to be a multiple of n_heads, got %d and %d", r->path, c.dim, c.n_heads);
+    h->n_tensors = LLAMA2C_TENSORS - shared_classifier;
+    if (h->version == 0) h->rope_bytes = (size_t)c.n_ctx_train * (size_t)(c.head_dim / 2) * 2 * 4;
+    return c;
+}
+
+// Bytes of the values of a tensor, and of the scales after them. Nothing overflows: config_check bounds the fields.
+static size_t llama2c_bytes(const Model *m, const Llama2c *h, const Tensor *t, size_t *scales) {
+    size_t n = (size_t)dim_of(&m->config, t->rows) * (size_t)dim_of(&m->config, t->cols);
+    bool int8 = h->version == 2 && t->rows != VECTOR;
+    if (int8 && n % (size_t)h->group_size)
+        die("%s: tensor %s: its %zu values are not a multiple of the group size %d", m->path, t->name, n,
+            h->group_size);
+    *scales = int8 ? n / (size_t)h->group_size * 4 : 0;
+    return int8 ? n : n * 4;
+}
+
+// The exact size of a checkpoint, from its header alone.
+static size_t llama2c_size(const Model *m, const Llama2c *h) {
+    size_t bytes = (h->version == 0 ? 28 : LLAMA2C_HEADER) + h->rope_bytes, scales;
+    for (int i = 0; i < h->n_tensors; i++) {
+        const Tensor *t = tensor_of_name(llama2c_order[h->version > 0][i]);
+        size_t values = llama2c_bytes(m, h, t, &scales);
+        bytes += (size_t)tensor_copies(m, t) * (values + scales);
+    }
+    return bytes;
+}
+
+static void llama2c_load(Model *m, const Mapping *file) {
+    Reader reader = {file->path, file->data, file->size, 0}, *r = &reader;
+    Llama2c h;
+    m->config = llama2c_header(r, &h);
+    snprintf(m->format, sizeof m->format, "llama2.c version %d (%s)", h.version, h.version == 2 ? "int8" : "float32");
+    size_t expected = llama2c_size(m, &h), n_scales;
+    if (r->size != expected)
+        die("%s: %s: expected %zu bytes from the header, got a file of %zu bytes", r->path, m->format, expected,
+            r->size);
+    m->counts_prompt = true;
+    m->layers = alloc((size_t)m->config.n_layers, sizeof *m->layers, "layers");
+    for (int i = 0; i < h.n_tensors; i++) {
+        const Tensor *t = tensor_of_name(llama2c_order[h.version > 0][i]);
+        if (i == LLAMA2C_TENSORS - 1) reader_take(r, h.rope_bytes, "RoPE values"); // the classifier is after them
+        for (int l = 0; l < tensor_copies(m, t); l++) {
+            size_t n = llama2c_bytes(m, &h, t, &n_scales);
+            Source s = {.format = n_scales ? FORMAT_INT8 : FORMAT_F32, .weights = reader_take(r, n, t->name)};
+            s.scales = n_scales ? reader_take(r, n_scales, t->name) : NULL;
+            s.group = (size_t)h.group_size;
+            tensor_load(m, t, l, s, false);
+            mapping_release(file, s.weights, n + n_scales);
+        }
+    }
+}
+
+// --- any checkpoint
+
+// An open file, recognised by its first bytes. It stays where it is allocated: its Gguf points to it.
+typedef struct {
+    Mapping file;
+    Gguf *gguf; // or NULL: llama2.c's
+    bool kept;  // a model lies in the file, which stays mapped as long as that
+} Checkpoint;
+
+// Formats that people try and this program does not read are refused by name, each with the way out.
+static Checkpoint *checkpoint_open(const char *path) {
+    static const struct {
+        size_t offset;
+        const char *magic, *name;
+    } others[] = {{0, "24ka\3",
+                   "a flat checkpoint of version 3, which is no longer read; make a new one of its source "
+                   "(export.py model.flat.gguf --from SOURCE)"},
+                  {0, "PK\3\4", "a PyTorch or zip file; export.py makes a model.flat.gguf of it"},
+                  {0, "tjgg", "an old GGML file; convert it to GGUF first"},
+                  {0, "lmgg", "an old GGML file; convert it to GGUF first"},
+                  {8, "{\"", "a safetensors file; export.py makes a model.flat.gguf of its folder"}};
+    Checkpoint *c = alloc(1, sizeof *c, "checkpoint");
+    c->file = map_file(path);
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        size_t at = others[i].offset, n = strlen(others[i].magic);
+        if (c->file.size >= at + n && !memcmp(c->file.data + at, others[i].magic, n))
+            die("%s: this is %s", path, others[i].name);
+    }
+    if (c->file.size >= 4 && !memcmp(c->file.data, "GGUF", 4)) c->gguf = gguf_open(&c->file);
+    return c;
+}
+
+static void checkpoint_close(Checkpoint *c) {
+    gguf_free(c->gguf);
+    if (!c->kept) unmap_file(&c->file);
+    free(c);
+}
+
+static Model *model_load(Checkpoint *checkpoint, int n_threads) {
+    Model *m = alloc(1, sizeof *m, "model");
+    m->path = checkpoint->file.path;
+    m->n_threads = n_threads;
+    if (checkpoint->gguf) gguf_load(m, checkpoint->gguf);
+    else llama2c_load(m, &checkpoint->file);
+    checkpoint->kept = checkpoint->gguf && checkpoint->gguf->flat;
+    if (checkpoint->kept) m->file = checkpoint->file;
+    model_complete(m);
+    return m;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §15 Vocabularies
+//
+// Where the pieces come from: llama2.c's tokenizer.bin, or the metadata of a GGUF file, flat or not.
 
 // llama2.c's tokenizer.bin: int32 longest piece, then for each id float32 score, int32 length, bytes; to the end of the
 // file. Ids 0, 1, 2 are <unk>, <s>, </s>.
 static void tokenizer_read_llama2c(Tokenizer *t, const Mapping *file) {
     Reader r = {file->path, file->data, file->size, 0};
     int longest = reader_i32(&r, "longest piece");
-    size_t most = (r.size - r.pos) / 8, text_size = 0;
+    size_t most = (r.size - r.pos) / 8;
     if (most > INT_MAX / 4) die("%s: too large for a tokenizer: %zu bytes", r.path, r.size);
     t->pieces = alloc(most, sizeof *t->pieces, "vocabulary");
     t->text = alloc(r.size, 1, "vocabulary");
+    char *text = t->text;
     for (; r.pos < r.size; t->n_pieces++) {
         float score = reader_f32(&r, "score of a piece");
         int len = reader_i32(&r, "length of a piece");
@@ -3723,11 +3939,11 @@ static void tokenizer_read_llama2c(Tokenizer *t, const Mapping *file) {
             die("%s: not a tokenizer.bin: piece %d at offset %zu: expected a length of at most %d, got %d", r.path,
                 t->n_pieces, r.pos - 4, longest, len);
         if (isnan(score)) die("%s: piece %d at offset %zu: its score is not a number", r.path, t->n_pieces, r.pos - 8);
-        char *text = memcpy(t->text + text_size, reader_take(&r, (size_t)len, "a piece"), (size_t)len);
-        text_size += (size_t)len;
+        memcpy(text, reader_take(&r, (size_t)len, "a piece"), (size_t)len);
         PieceType type = t->n_pieces == 0 ? UNKNOWN_PIECE : t->n_pieces <= 2 ? CONTROL_PIECE : NORMAL_PIECE;
         if (type == NORMAL_PIECE && byte_of_piece(text, len) >= 0) type = BYTE_PIECE;
         t->pieces[t->n_pieces] = (Piece){text, len, score, type};
+        text += len;
     }
     if (t->n_pieces < 3) die("%s: expected at least the pieces <unk>, <s> and </s>, got %d", r.path, t->n_pieces);
     snprintf(t->model, sizeof t->model, "llama");
@@ -3791,10 +4007,10 @@ static void gguf_read_merges(Tokenizer *t, const Gguf *g) {
 
 // Texts, scores and types of all pieces.
 static void gguf_read_pieces(Tokenizer *t, const Gguf *g, bool byte_level) {
-    Reader tokens, scores, types;
+    Reader tokens, scores, kinds;
     uint64_t n = gguf_array(g, "tokenizer.ggml.tokens", G_STRING, &tokens);
     uint64_t n_scores = gguf_array(g, "tokenizer.ggml.scores", G_F32, &scores);
-    uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", G_I32, &types);
+    uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", G_I32, &kinds);
     if (n < 1 || n > 1 << 24)
         die("%s: tokenizer.ggml.tokens: expected 1 to 2^24 pieces, got %llu", tokens.path, (unsigned long long)n);
     if ((n_scores && n_scores != n) || (n_types && n_types != n))
@@ -3808,7 +4024,7 @@ static void gguf_read_pieces(Tokenizer *t, const Gguf *g, bool byte_level) {
         String s = reader_string(&tokens, "a piece");
         if (s.len > INT_MAX / 16) die("%s: piece %d has %zu bytes", tokens.path, i, s.len);
         float score = n_scores ? reader_f32(&scores, "scores") : 0;
-        int type = n_types ? reader_i32(&types, "types of pieces") : NORMAL_PIECE;
+        int type = n_types ? reader_i32(&kinds, "types of pieces") : NORMAL_PIECE;
         if (isnan(score)) die("%s: piece %d: its score is not a number", tokens.path, i);
         int len = (int)s.len;
         if (type == NORMAL_PIECE && byte_level) len = raw_bytes(s.text, s.len, out);
@@ -3821,14 +4037,14 @@ static void gguf_read_pieces(Tokenizer *t, const Gguf *g, bool byte_level) {
 
 // What ends a text: the ids that the file names, and pieces known to end a turn.
 static void gguf_read_stops(Tokenizer *t, const Gguf *g) {
-    static const char *const keys[] = {"eos", "eot", "eom"};
+    static const char *const keys[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
+                                       "tokenizer.ggml.eom_token_id"};
     static const char *const names[] = {"<|eot_id|>",    "<|im_end|>",      "<|end|>",      "<|eom_id|>",
                                         "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"};
-    for (int i = 0; i < 3; i++) {
-        char key[64];
-        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", keys[i]);
-        tokenizer_add_stop(t, gguf_int(g, key, -1));
-    }
+    for (int i = 0; i < 3; i++) tokenizer_add_stop(t, gguf_int(g, keys[i], -1));
+    Reader more;
+    uint64_t n = gguf_array(g, "run.tokenizer.stop_ids", G_I32, &more);
+    for (uint64_t i = 0; i < n; i++) tokenizer_add_stop(t, reader_i32(&more, "stop ids"));
     for (int i = 0; i < t->n_specials; i++) {
         const Piece *p = &t->pieces[t->specials[i]];
         for (size_t j = 0; j < sizeof names / sizeof *names; j++)
@@ -3837,21 +4053,57 @@ static void gguf_read_stops(Tokenizer *t, const Gguf *g) {
     }
 }
 
+// What `tokenizer.ggml.pre` may say.
+static const struct {
+    const char *name;
+    Stage stages[MAX_STAGES];
+    bool whole_words, add_bos;
+} pre_tokenizers[] = {
+    {"default", {PUNCTUATION, GPT2, NUMBERS, THREE_DIGITS}, false, false},
+    {"gpt-2", {GPT2}, false, false},
+    {"llama-bpe", {LLAMA3}, true, true},
+    {"qwen2", {QWEN2}, false, false},
+    {"deepseek-r1-qwen", {QWEN2}, false, false},
+    {"smollm", {ONE_NUMBER, GPT2}, false, false},
+    {"refact", {ONE_NUMBER, GPT2}, false, false},
+    {"starcoder", {ONE_NUMBER, GPT2}, false, false},
+    {"tekken", {TEKKEN}, true, true},
+};
+
+// The pre-tokenizer of a byte-level vocabulary. Returns whether such vocabularies begin a text with BOS where the file
+// does not say.
+static bool tokenizer_set_words(Tokenizer *t, String pre) {
+    if (!pre.len) pre = (String){"default", 7};
+    snprintf(t->pre, sizeof t->pre, "%.*s", shown(pre), pre.text);
+    unicode_prepare();
+    for (size_t i = 0; i < sizeof pre_tokenizers / sizeof *pre_tokenizers; i++) {
+        if (!string_is(pre, pre_tokenizers[i].name)) continue;
+        memcpy(t->stages, pre_tokenizers[i].stages, sizeof t->stages);
+        t->whole_words = pre_tokenizers[i].whole_words;
+        return pre_tokenizers[i].add_bos;
+    }
+    die("%s: tokenizer.ggml.pre: '%.*s' is no pre-tokenizer that this program knows", t->path, shown(pre), pre.text);
+}
+
 static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
     String model = gguf_string(g, "tokenizer.ggml.model"), pre = gguf_string(g, "tokenizer.ggml.pre");
     bool byte_level = string_is(model, "gpt2");
     if (!byte_level && !string_is(model, "llama"))
         die("%s: tokenizer.ggml.model: expected llama or gpt2, got '%.*s'", g->file->path, shown(model), model.text);
+    snprintf(t->model, sizeof t->model, "%.*s", shown(model), model.text);
     gguf_read_pieces(t, g, byte_level);
     tokenizer_index(t);
-    bool add_bos = tokenizer_set_model(t, g->file->path, byte_level, pre);
+    bool add_bos = byte_level ? tokenizer_set_words(t, pre) : true;
     if (byte_level) gguf_read_merges(t, g);
     t->bos = gguf_int(g, "tokenizer.ggml.bos_token_id", byte_level ? -1 : 1);
     t->unknown = gguf_int(g, "tokenizer.ggml.unknown_token_id", byte_level ? -1 : 0);
     t->add_bos = t->bos >= 0 && gguf_int(g, "tokenizer.ggml.add_bos_token", add_bos);
     t->space_prefix = !byte_level && gguf_int(g, "tokenizer.ggml.add_space_prefix", 1);
-    t->escapes_space = !byte_level;
-    tokenizer_check(t, g->file->path);
+    t->escapes_space = !byte_level && !gguf_int(g, "run.tokenizer.plain_spaces", 0);
+    t->single_prefix = gguf_int(g, "run.tokenizer.single_prefix", 0);
+    if (t->bos >= t->n_pieces || t->unknown >= t->n_pieces)
+        die("%s: tokenizer: expected ids below %d, got BOS %d and unknown %d", t->path, t->n_pieces, t->bos,
+            t->unknown);
     gguf_read_stops(t, g);
     String chat = gguf_string(g, "tokenizer.chat_template");
     if (chat.len > 1 << 20)
@@ -3859,353 +4111,277 @@ static void tokenizer_read_gguf(Tokenizer *t, const Gguf *g) {
     if (chat.len) t->chat_template = memcpy(alloc(chat.len + 1, 1, "chat template"), chat.text, chat.len);
 }
 
-// --- the flat checkpoint
-
-// Where the tokenizer of a flat checkpoint lies; 0: there is none.
-static size_t flat_tokenizer_offset(const Checkpoint *file) {
-    Reader r = {file->file.path, file->file.data, file->file.size, 0};
-    reader_take(&r, 20, "header");
-    uint32_t flags = reader_u32(&r, "flags");
-    reader_u64(&r, "offset of the table");
-    uint64_t offset = reader_u64(&r, "offset of the tokenizer");
-    return flags & FLAT_TOKENIZER ? offset : 0;
-}
-
-static void tokenizer_read_flat(Tokenizer *t, const Checkpoint *file) {
-    Reader reader = {file->file.path, file->file.data, file->file.size, 0}, *r = &reader;
-    r->pos = (size_t)((const uint8_t *)flat_data(&file->file, flat_tokenizer_offset(file), 0, "tokenizer") - r->data);
-    bool byte_level = reader_u32(r, "tokenizer");
-    uint32_t flags = reader_u32(r, "flags");
-    t->bos = reader_i32(r, "BOS");
-    t->unknown = reader_i32(r, "unknown piece");
-    uint32_t n = reader_u32(r, "number of pieces"), n_merges = reader_u32(r, "number of merges");
-    uint32_t n_stops = reader_u32(r, "number of stop ids"), n_bytes = reader_u32(r, "bytes of pieces");
-    uint32_t pre_len = reader_u32(r, "length of a name"), chat_len = reader_u32(r, "length of the chat template");
-    if (n < 1 || n > r->size / 9 || n > 1 << 24 || n_merges > r->size / 8 || n_stops > MAX_STOP_IDS)
-        die("%s: tokenizer: %u pieces, %u merges, %u stop ids: expected fewer", r->path, n, n_merges, n_stops);
-    t->n_pieces = (int)n;
-    for (uint32_t i = 0; i < n_stops; i++) tokenizer_add_stop(t, reader_i32(r, "stop ids"));
-    Reader scores = *r, types = *r, lengths = *r, merges = *r;
-    reader_take(r, n * 4, "scores");
-    types.pos = r->pos;
-    reader_take(r, n, "types");
-    lengths.pos = r->pos;
-    reader_take(r, n * 4, "lengths");
-    merges.pos = r->pos;
-    reader_take(r, (size_t)n_merges * 8, "merges");
-    size_t start = r->pos;
-    const uint8_t *pieces = reader_take(r, n_bytes, "pieces");
-    t->text = memcpy(alloc(n_bytes, 1, "pieces"), pieces, n_bytes);
-    r->size = r->pos; // the pieces must not reach beyond
-    r->pos = start;
-    t->pieces = alloc(n, sizeof *t->pieces, "vocabulary");
-    for (uint32_t i = 0; i < n; i++) {
-        float score = reader_f32(&scores, "scores");
-        PieceType type = (PieceType)*reader_take(&types, 1, "types");
-        uint32_t len = reader_u32(&lengths, "lengths");
-        if (isnan(score)) die("%s: piece %u: its score is not a number", r->path, i);
-        if (len > INT_MAX / 16) die("%s: piece %u has %u bytes", r->path, i, len);
-        char *text = t->text + (reader_take(r, len, "a piece") - r->data - start);
-        t->pieces[i] = (Piece){text, (int)len, score, type};
-    }
-    r->pos = start + n_bytes;
-    r->size = file->file.size;
-    tokenizer_index(t);
-    String pre = {(const char *)reader_take(r, pre_len, "pre-tokenizer"), pre_len};
-    tokenizer_set_model(t, r->path, byte_level, pre);
-    if (byte_level) {
-        merges_open(t, n_merges);
-        for (int rank = 0; rank < (int)n_merges; rank++) {
-            int left = reader_i32(&merges, "merges"), right = reader_i32(&merges, "merges");
-            merges_add(t, left, right, rank);
-        }
-    }
-    if (chat_len)
-        t->chat_template =
-            memcpy(alloc(chat_len + 1, 1, "chat template"), reader_take(r, chat_len, "chat template"), chat_len);
-    t->add_bos = t->bos >= 0 && flags & 1;
-    t->space_prefix = flags & 2;
-    t->escapes_space = flags & 4;
-    t->single_prefix = flags & 8;
-    tokenizer_check(t, r->path);
-}
-
 // Whether a checkpoint brings its tokenizer.
 static bool has_tokenizer(const Checkpoint *file) {
-    if (file->gguf) return gguf_find(file->gguf, "tokenizer.ggml.tokens") != NULL;
-    return file->flat && flat_tokenizer_offset(file);
+    return file->gguf && gguf_find(file->gguf, "tokenizer.ggml.tokens");
 }
 
-// The tokenizer of a GGUF file or flat checkpoint, or a llama2.c tokenizer.bin.
+// The tokenizer of a GGUF file, or a llama2.c tokenizer.bin.
 static Tokenizer *tokenizer_load(const Checkpoint *file) {
     Tokenizer *t = alloc(1, sizeof *t, "tokenizer");
     t->path = file->file.path;
     if (file->gguf) tokenizer_read_gguf(t, file->gguf);
-    else if (file->flat && !has_tokenizer(file))
-        die("%s: this checkpoint has no tokenizer (--tokenizer FILE)", t->path);
-    else if (file->flat) tokenizer_read_flat(t, file);
     else tokenizer_read_llama2c(t, &file->file);
     return t;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §14 Sampler
+// §16 Options
 //
-// From logits to the next token, in this order: repetition penalty, temperature, top-k, softmax, min-p, top-p, draw.
-//
-//     temperature  logits / T: below 1 the likely become likelier; 0 means no draw, the most likely token
-//     top-k        only the k most likely
-//     min-p        only those with at least min_p times the probability of the most likely
-//     top-p        only the most likely whose probabilities add up to more than p (the nucleus; Holtzman et al. 2020)
-//     penalty      logits of tokens already there are divided by it if positive, else multiplied (Keskar et al. 2019)
-//
-// Tokens of equal rank go by lower id.
+// Part III: what a user can ask for. One table says what an option is called, what it takes, where its value goes and
+// what it is for. The command line (§27), its help and the requests of a batch (§24) read it, so none of them can
+// forget an option, or take a value that another refuses. llama2.c's options keep their letters and meaning.
 
 typedef struct {
-    float temperature, top_p, min_p, repeat_penalty;
-    int top_k; // 0: all
-} Sampling;
-
-enum { STRETCH = 64 }; // a multiple of SUM_LANES
-
-typedef struct {
+    const char *checkpoint, *tokenizer, *prompt, *file, *output, *system, *session, *draft;
     Sampling sampling;
-    uint64_t rng;
-    int n;              // vocabulary size
-    float *p;           // [n padded to STRETCH] logits, then probabilities
-    Ranked *candidates; // [n]
-    Ranked *spare;      // [n]
-    bool *seen;         // [n]
-    int n_nucleus;      // the last token was drawn from the first so many candidates, or from all of p where this is 0
-    float mass;         // their probabilities add up to this
-} Sampler;
+    double rope_factor;
+    int mode, kv, on_full, rope_scaling, template; // which one of the words below; -1: none was given
+    int n_tokens, context, threads, chunk, window, stride, batch, logprobs, lookup, n_draft;
+    uint64_t seed;
+    bool seed_given, no_bos, special, stats, json, think, no_think, echo, ignore_eos, unordered, resume, help, version;
+    const char **stops;
+    int n_stops;
+} Options;
 
-// The generator is llama2.c's xorshift*, so that a seed means there what it means here. State 0 would stay 0 for ever.
-static uint64_t rng_seed(uint64_t seed) {
-    return seed ? seed : 0x9E3779B97F4A7C15u;
+// The words that an option takes, and which is which.
+enum { MODE_GENERATE, MODE_CHAT, MODE_TOKENIZE, MODE_INFO, MODE_PERPLEXITY, MODE_BATCH, MODE_BENCH, N_MODES };
+enum { ON_FULL_STOP, ON_FULL_SLIDE };
+static const char *const mode_words[] = {"generate", "chat", "tokenize", "info", "perplexity", "batch", "bench", NULL};
+static const char *const kv_words[] = {"f32", "f16", "q8", NULL};
+static const char *const on_full_words[] = {"stop", "slide", NULL};
+static const char *const rope_words[] = {"linear", "ntk", "yarn", NULL};
+static const char *const template_words[] = {"plain", "llama-2", "llama-3", "chatml", "mistral", "zephyr", NULL};
+
+typedef enum { FLAG, TEXT, LIST, WORD, REAL, INTEGER, SEED } Kind;
+
+typedef struct {
+    const char *name;
+    char letter; // or 0
+    Kind kind;
+    size_t offset;            // of the value in Options
+    const char *argument;     // what the help calls the value
+    double min, max;          // REAL, INTEGER
+    const char *initial;      // the default, written as a user would
+    const char *member;       // what a request calls it, or NULL
+    const char *const *words; // WORD: those that it takes, then NULL
+    const char *group;        // a heading in front of it, or NULL
+    const char *help;         // %s: where the words go
+} Option;
+
+#define AT(field) offsetof(Options, field)
+static const Option options[] = {
+    {"mode", 'm', WORD, AT(mode), "MODE", 0, 0, "generate", .words = mode_words, .group = "What to do", .help = "%s"},
+    {"prompt", 'i', TEXT, AT(prompt), "TEXT", .help = "the prompt, or the first message of a chat"},
+    {"file", 'f', TEXT, AT(file), "FILE", .help = "read the prompt or text from FILE; - is standard input"},
+    {"tokens", 'n', INTEGER, AT(n_tokens), "N", 0, INT_MAX, NULL, "max_tokens",
+     .help = "new tokens at most; 0: until the context is full (256; chat 0)"},
+    {"stop", 0, LIST, AT(stops), "TEXT", .help = "end before this text appears; may be repeated"},
+    {"ignore-eos", 0, FLAG, AT(ignore_eos), .help = "go on after the token that ends a text"},
+    {"tokenizer", 'z', TEXT, AT(tokenizer), "FILE", .help = "the tokenizer (the checkpoint's own, else tokenizer.bin)"},
+    {"no-bos", 0, FLAG, AT(no_bos), .help = "do not begin with the BOS token"},
+    {"special", 0, FLAG, AT(special), .help = "find special tokens such as <|im_start|> in the text"},
+    {"temperature", 't', REAL, AT(sampling.temperature), "T", 0, 1e6, "1.0", "temperature", .group = "Sampling",
+     .help = "0 takes the most likely token"},
+    {"top-p", 'p', REAL, AT(sampling.top_p), "P", 0, 1, "0.9", "top_p",
+     .help = "sample from the nucleus of mass P; 0 or 1: off"},
+    {"top-k", 'k', INTEGER, AT(sampling.top_k), "K", 0, INT_MAX, "0", "top_k",
+     .help = "sample from the K most likely; 0: off"},
+    {"min-p", 0, REAL, AT(sampling.min_p), "P", 0, 1, "0", "min_p",
+     .help = "drop tokens below P times the most likely one's probability"},
+    {"repeat-penalty", 0, REAL, AT(sampling.repeat_penalty), "R", 1e-6, 1e6, "1.0", "repeat_penalty",
+     .help = "above 1: make tokens of the text so far less likely"},
+    {"seed", 's', SEED, AT(seed), "N", 0, 0, NULL, "seed", .help = "64-bit seed (from the clock; --stats shows it)"},
+    {"context", 'c', INTEGER, AT(context), "N", 1, 1 << 26, .group = "Context",
+     .help = "positions to keep (the model's, at most 4096)"},
+    {"kv", 0, WORD, AT(kv), "TYPE", .words = kv_words, .help = "key/value cache: %s (f16, but f32 for f32 weights)"},
+    {"on-full", 0, WORD, AT(on_full), "WHAT", 0, 0, "stop", .words = on_full_words,
+     .help = "with a full context stop, or slide: drop the older half"},
+    {"rope-scaling", 0, WORD, AT(rope_scaling), "HOW", .words = rope_words,
+     .help = "stretch the context: %s (as the file says)"},
+    {"rope-factor", 0, REAL, AT(rope_factor), "F", 1, 1e4, .help = "by how much --rope-scaling stretches it"},
+    {"threads", 'j', INTEGER, AT(threads), "N", 1, 1024, .group = "Speed",
+     .help = "threads (one for each physical core; one for tiny models)"},
+    {"chunk", 0, INTEGER, AT(chunk), "N", 1, 1 << 16, "256", .help = "prompt tokens that are computed together"},
+    {"lookup", 0, INTEGER, AT(lookup), "N", 0, MAX_DRAFT, "0",
+     .help = "guess N tokens ahead from the text so far: the same text, faster"},
+    {"draft", 0, TEXT, AT(draft), "MODEL", .help = "guess with a small model of the same vocabulary"},
+    {"draft-tokens", 0, INTEGER, AT(n_draft), "N", 1, MAX_DRAFT, "4", .help = "with --draft: guess N tokens ahead"},
+    {"system", 'y', TEXT, AT(system), "TEXT", .group = "Chat", .help = "the system prompt"},
+    {"template", 0, WORD, AT(template), "NAME", .words = template_words, .help = "%s (the file's)"},
+    {"session", 0, TEXT, AT(session), "FILE", .help = "go on with the conversation in FILE, where every turn is saved"},
+    {"think", 0, FLAG, AT(think), .help = "Qwen 3 thinks before it answers (its default)"},
+    {"no-think", 0, FLAG, AT(no_think), .help = "Qwen 3 answers at once"},
+    {"batch", 'b', INTEGER, AT(batch), "N", 1, 4096, "16", .group = "Batch", .help = "sequences at once"},
+    {"output", 'o', TEXT, AT(output), "FILE", .help = "where the results go (standard output)"},
+    {"unordered", 0, FLAG, AT(unordered), .help = "results as they finish, not in the order of the input"},
+    {"resume", 0, FLAG, AT(resume), .help = "go on with the --output of an interrupted run"},
+    {"window", 0, INTEGER, AT(window), "N", 2, 1 << 26, .group = "Perplexity", .help = "tokens in a window (512)"},
+    {"stride", 0, INTEGER, AT(stride), "N", 1, 1 << 26, .help = "tokens from window to window (half of it)"},
+    {"json", 0, FLAG, AT(json), .group = "Output", .help = "generate, chat, bench: results as JSON"},
+    {"logprobs", 0, INTEGER, AT(logprobs), "N", 0, 1000,
+     .help = "score each token and the N likeliest (with --json, in a batch)"},
+    {"echo", 0, FLAG, AT(echo), .help = "show and score the prompt, too (with --json, in a batch)"},
+    {"stats", 0, FLAG, AT(stats), .help = "speed, memory and seed, on standard error"},
+    {"help", 'h', FLAG, AT(help), .help = "this text"},
+    {"version", 0, FLAG, AT(version), .help = "the version"},
+};
+enum { N_OPTIONS = sizeof options / sizeof *options };
+
+// The option that a member of a request sets, or NULL.
+static const Option *option_of_member(const char *name) {
+    for (const Option *o = options; o < options + N_OPTIONS; o++)
+        if (o->member && !strcmp(o->member, name)) return o;
+    return NULL;
 }
 
-// A float in [0, 1).
-static float rng_float(uint64_t *state) {
-    *state ^= *state >> 12;
-    *state ^= *state << 25;
-    *state ^= *state >> 27;
-    uint32_t high = (uint32_t)((*state * 0x2545F4914F6CDD1Du) >> 32);
-    return (float)(high >> 8) / 16777216.0f;
+// Which one of the words it is; -1: none of them.
+static int word_index(const char *const *words, const char *word) {
+    for (int i = 0; words[i]; i++)
+        if (!strcmp(words[i], word)) return i;
+    return -1;
 }
 
-static Sampler *sampler_open(Sampling sampling, uint64_t seed, int vocab_size) {
-    Sampler *s = alloc(1, sizeof *s, "sampler");
-    size_t n = pad((size_t)vocab_size, STRETCH);
-    *s = (Sampler){.sampling = sampling, .rng = rng_seed(seed), .n = vocab_size};
-    s->p = alloc(n, sizeof *s->p, "sampler");
-    s->candidates = alloc(n, sizeof *s->candidates, "sampler");
-    s->spare = alloc(n, sizeof *s->spare, "sampler");
-    s->seen = alloc(n, sizeof *s->seen, "sampler");
-    return s;
+// The words as a person would list them: f32, f16 or q8.
+static void text_append_words(Text *out, const char *const *words) {
+    for (int i = 0; words[i]; i++) text_format(out, "%s%s", i == 0 ? "" : words[i + 1] ? ", " : " or ", words[i]);
 }
 
-static void sampler_free(Sampler *s) {
-    free(s->p);
-    free(s->candidates);
-    free(s->spare);
-    free(s->seen);
-    free(s);
-}
-
-// The first of the largest. (A maximum for each of 16 lanes, so that the compiler may use vectors.)
-static int argmax(const float *x, int n) {
-    float lane[SUM_LANES], highest = -INFINITY;
-    int i = 0;
-    for (int j = 0; j < SUM_LANES; j++) lane[j] = -INFINITY;
-    for (; i + SUM_LANES <= n; i += SUM_LANES)
-        for (int j = 0; j < SUM_LANES; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    for (int j = 0; i + j < n; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    for (int j = 0; j < SUM_LANES; j++) highest = lane[j] > highest ? lane[j] : highest;
-    for (i = 0; i < n; i++)
-        if (x[i] == highest) return i;
-    return 0;
-}
-
-static void apply_penalty(Sampler *s, const int *history, int n_history) {
-    float penalty = s->sampling.repeat_penalty;
-    if (penalty == 1) return;
-    for (int i = 0; i < n_history; i++) {
-        int id = history[i];
-        if (s->seen[id]) continue;
-        s->seen[id] = true;
-        s->p[id] = s->p[id] > 0 ? s->p[id] / penalty : s->p[id] * penalty;
+// Puts a value where it belongs. Numbers must be numbers from end to end, and in range. Returns false for a value that
+// the option does not take.
+static bool option_parse(Options *o, const Option *option, const char *value) {
+    void *field = (char *)o + option->offset;
+    const char *characters = option->kind == REAL ? "0123456789.+-eE" : "0123456789";
+    bool plain = *value && !value[strspn(value, characters)]; // not 0x10, nan or a space in front
+    char *end;
+    double number = strtod(value, &end);
+    bool good = plain && !*end && number >= option->min && number <= option->max;
+    errno = 0;
+    switch (option->kind) {
+    case FLAG: *(bool *)field = true; return true;
+    case TEXT: *(const char **)field = value; return true;
+    case LIST:
+        if (*value) o->stops[o->n_stops++] = value;
+        return *value;
+    case WORD: *(int *)field = word_index(option->words, value); return *(int *)field >= 0;
+    case REAL: *(double *)field = number; return good;
+    case INTEGER: *(int *)field = good ? (int)number : 0; return good;
+    case SEED:
+        *(uint64_t *)field = strtoull(value, NULL, 10);
+        o->seed_given = true;
+        return plain && !errno;
     }
-    for (int i = 0; i < n_history; i++) s->seen[history[i]] = false;
+    return false;
 }
 
-// Logits outside the k best become -infinity.
-static void apply_top_k(Sampler *s) {
-    int k = s->sampling.top_k, n = s->n;
-    if (k <= 0 || k >= n) return;
-    for (int i = 0; i < n; i++) s->candidates[i] = (Ranked){s->p[i], i, 0};
-    heap_build(s->candidates, n);
-    for (int i = 0; i < s->n; i++) s->p[i] = -INFINITY;
-    for (; k > 0; k--) {
-        Ranked best = heap_pop(s->candidates, &n);
-        s->p[best.index] = best.score;
-    }
-}
-
-static void softmax(float *x, int n, float max) {
-    int padded = (int)pad((size_t)n, SUM_LANES);
-    for (int i = n; i < padded; i++) x[i] = -INFINITY;
-    float sum = exp_and_sum(x, padded, max);
-    for (int i = 0; i < n; i++) x[i] /= sum;
-}
-
-// A draw from all probabilities: walk the ids until the sum exceeds the coin.
-static int draw_from_all(const float *p, int n, float coin) {
-    float cdf = 0;
-    for (int i = 0; i < n; i++) {
-        cdf += p[i];
-        if (coin < cdf) return i;
-    }
-    for (int i = n - 1; i > 0; i--) // rounding left a gap below 1
-        if (p[i] > 0) return i;
-    return 0;
-}
-
-// No choice: the next token is this one.
-static int draw_from_one(Sampler *s, int id) {
-    s->candidates[0] = (Ranked){1, id, 0};
-    s->n_nucleus = 1;
-    s->mass = 1;
-    return id;
-}
-
-// The sum of the probabilities from `least` on. p: [n padded to 16 with zeros]
-static float mass_from(const float *p, int n, float least) {
-    float lane[SUM_LANES] = {0};
-    for (int i = 0; i < n; i += SUM_LANES)
-        for (int j = 0; j < SUM_LANES; j++) lane[j] += p[i + j] >= least ? p[i + j] : 0;
-    return sum_lanes(lane);
-}
-
-// A probability below which no token can be part of the nucleus: the highest of some that has mass enough above it (by
-// more than a sum is rounded).
-static float nucleus_floor(const Sampler *s, float top_p) {
-    for (float least = 1e-2f; least > 1e-6f; least *= 0.1f)
-        if (mass_from(s->p, s->n, least) > top_p + 1e-3f) return least;
-    return (1 - top_p) / (float)(s->n - 1);
-}
-
-// Makes those candidates that have at least the probability `smallest`. Returns how many there are.
-static int gather_candidates(Sampler *s, float smallest) {
-    int n = 0;
-    for (int i = 0; i < s->n; i += STRETCH) { // most stretches have none, and vectors can tell
-        int some = 0;
-        for (int j = 0; j < STRETCH; j++) some += s->p[i + j] >= smallest;
-        for (int j = i; some && j < min_int(i + STRETCH, s->n); j++)
-            if (s->p[j] > 0 && s->p[j] >= smallest) s->candidates[n++] = (Ranked){s->p[j], j, 0};
-    }
-    return n;
-}
-
-// Sort candidates by falling probability, equals by rising id, in the same time whether the probabilities are steep or flat:
-// a radix sort. Positive floats compare like their bits; 8 bits at a time, from the lowest, keep the order of before.
-// spare: [n]
-static void sort_candidates(Ranked *candidates, Ranked *spare, int n) {
-    enum { DIGITS = 256 };
-    for (int shift = 0; shift < 32; shift += 8) {
-        int at[DIGITS] = {0}, sum = 0;
-        for (int i = 0; i < n; i++) at[~bits_of_float(candidates[i].score) >> shift & 255]++;
-        for (int d = 0; d < DIGITS; d++) {
-            int count = at[d];
-            at[d] = sum;
-            sum += count;
-        }
-        for (int i = 0; i < n; i++) spare[at[~bits_of_float(candidates[i].score) >> shift & 255]++] = candidates[i];
-        Ranked *sorted = spare;
-        spare = candidates;
-        candidates = sorted;
-    }
-}
-
-// A draw from the nucleus, the fewest of the best candidates whose probabilities add up to more than top_p: the coin walks
-// them in falling order.
-static int draw_from_nucleus(Sampler *s, float smallest, float coin) {
-    float top_p = s->sampling.top_p > 0 && s->sampling.top_p < 1 ? s->sampling.top_p : 1, cdf = 0;
-    if (top_p < 1) smallest = fmaxf(smallest, nucleus_floor(s, top_p));
-    int n = gather_candidates(s, smallest);
-    if (n == 0) return draw_from_one(s, argmax(s->p, s->n)); // a top_p below 1 / n
-    sort_candidates(s->candidates, s->spare, n);
-    s->mass = 0;
-    for (s->n_nucleus = 0; s->n_nucleus < n && (s->n_nucleus == 0 || s->mass <= top_p); s->n_nucleus++)
-        s->mass += s->candidates[s->n_nucleus].score;
-    for (int i = 0; i < s->n_nucleus; i++) {
-        cdf += s->candidates[i].score;
-        if (coin * s->mass < cdf) return s->candidates[i].index;
-    }
-    return s->candidates[s->n_nucleus - 1].index;
-}
-
-// log sum e^logits: with it, log softmax(logits)[i] = logits[i] - that. logits: [n padded to 16], and is overwritten.
-static double log_sum_exp(float *logits, int n) {
-    float max = logits[argmax(logits, n)];
-    int padded = (int)pad((size_t)n, SUM_LANES);
-    for (int i = n; i < padded; i++) logits[i] = -INFINITY;
-    return (double)max + log((double)exp_and_sum(logits, padded, max));
-}
-
-// The next token. logits: [n]; history: the ids so far, for the penalty. Returns -1 where the logits hold a NaN or no
-// finite maximum: a broken model. One random number is drawn for each token, none at temperature 0.
-static int sampler_pick(Sampler *s, const float *logits, const int *history, int n_history) {
-    const Sampling *how = &s->sampling;
-    bool broken = false;
-    for (int i = 0; i < s->n; i++) {
-        s->p[i] = logits[i];
-        broken |= logits[i] != logits[i];
-    }
-    if (broken) return -1;
-    apply_penalty(s, history, n_history);
-    int best = argmax(s->p, s->n);
-    if (!isfinite(s->p[best])) return -1;
-    if (how->temperature == 0) return draw_from_one(s, best);
-    float coin = rng_float(&s->rng);
-    for (int i = 0; i < s->n && how->temperature != 1; i++) s->p[i] /= how->temperature;
-    if (!isfinite(s->p[best]))
-        return draw_from_one(s, best); // a temperature so low that it overflows: its limit is the best token
-    apply_top_k(s);
-    softmax(s->p, s->n, s->p[best]); // nothing so far has changed which token is best
-    bool cut = (how->top_k > 0 && how->top_k < s->n) || how->min_p > 0 || (how->top_p > 0 && how->top_p < 1);
-    if (cut) return draw_from_nucleus(s, how->min_p * s->p[best], coin);
-    s->n_nucleus = 0;
-    return draw_from_all(s->p, s->n, coin);
-}
-
-// The probability with which the last pick could have been this token: 0 where it was cut off.
-static float sampler_probability(const Sampler *s, int id) {
-    for (int i = 0; i < s->n_nucleus; i++)
-        if (s->candidates[i].index == id) return s->candidates[i].score / s->mass;
-    return s->n_nucleus ? 0 : s->p[id];
+// Sets an option. Returns false and says why where the value makes no sense.
+static bool option_set(Options *o, const Option *option, const char *value, Text *wrong) {
+    static const char *const kinds[] = {[LIST] = "expected a text",
+                                        [WORD] = "expected ",
+                                        [REAL] = "expected a number from %g to %g",
+                                        [INTEGER] = "expected a whole number from %.0f to %.0f",
+                                        [SEED] = "expected a whole number from 0 to 2^64 - 1"};
+    if (option_parse(o, option, value)) return true;
+    text_format(wrong, kinds[option->kind], option->min, option->max);
+    if (option->words) text_append_words(wrong, option->words);
+    text_string(wrong, ", got '");
+    text_string(wrong, value);
+    text_string(wrong, "'");
+    return false;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §15 Chat templates
+// §17 Threads
+//
+// How many threads to use: one for each physical core that this process may use. Two threads on one core share its
+// arithmetic and only get in each other's way, and threads beyond a container's quota are stopped in mid-stride. Also
+// how much memory was used. Both are asked of each operating system in its own way.
+
+#ifdef __linux__
+// Reads a small file of the kernel's in the manner of scanf. Returns how many values were there.
+__attribute__((format(scanf, 2, 3))) static int scan_file(const char *path, const char *format, ...) {
+    va_list values;
+    FILE *file = fopen(path, "r");
+    if (!file) return 0;
+    va_start(values, format);
+    int n = vfscanf(file, format, values);
+    va_end(values);
+    fclose(file);
+    return n;
+}
+
+// Whole processors' worth of time that the control group `path` (as in /proc/self/cgroup) and those around it allow:
+// cpu.max says "200000 100000" for two, or "max 100000".
+static int cgroup_processors(char *path) {
+    int allowed = INT_MAX;
+    for (;;) {
+        char name[640];
+        long quota, period;
+        snprintf(name, sizeof name, "/sys/fs/cgroup%s/cpu.max", path);
+        if (scan_file(name, "%ld %ld", &quota, &period) == 2 && period > 0)
+            allowed = min_int(allowed, max_int(1, (int)(quota / period)));
+        char *slash = strrchr(path, '/');
+        if (!slash) return allowed;
+        *slash = 0;
+    }
+}
+
+static int default_threads(void) {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 1;
+    int cores = 0;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &allowed)) continue;
+        char path[96]; // the list of the hardware threads of this core begins with its lowest: count each core there
+        int lowest;
+        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+        bool known = scan_file(path, "%d", &lowest) == 1 && lowest >= 0 && lowest < CPU_SETSIZE;
+        if (!known || lowest == cpu || !CPU_ISSET(lowest, &allowed)) cores++;
+    }
+    char group[512] = "";
+    if (scan_file("/proc/self/cgroup", "0::%511s", group) != 1) group[0] = 0; // the line of version 2 is "0::/path"
+    return max_int(1, min_int(cores, cgroup_processors(group)));
+}
+#else
+static int default_threads(void) { return max_int(1, (int)sysconf(_SC_NPROCESSORS_ONLN)); }
+#endif
+
+static int choose_threads(const Options *o) {
+#ifndef _OPENMP
+    return 1; // there is no other
+#endif
+    return o->threads ? o->threads : default_threads();
+}
+
+// The most memory that this process had at a time. (On Linux from /proc: what getrusage says there may be the peak of
+// the process that started this one.)
+static double peak_memory_mib(void) {
+    FILE *status = fopen("/proc/self/status", "r");
+    char line[256];
+    double kib = 0;
+    while (status && fgets(line, sizeof line, status))
+        if (sscanf(line, "VmHWM: %lf", &kib) == 1) break;
+    if (status) fclose(status);
+    if (kib > 0) return kib / 1024;
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (double)usage.ru_maxrss / (1 << 20); // bytes on macOS
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// §18 Chat templates
 //
 // A chat model was trained on conversations in one written form, its template: marks around each message that say whose
 // turn it is. Here messages go straight to ids. Marks are special pieces, put in by their ids; what a person wrote is
 // ordinary text, and never searched for marks (nobody may end their turn and go on as somebody else).
-//
-//     ChatML     <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n
-//     Llama 3    <|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>
-//     Llama 2    [INST] Hello [/INST] Hi </s>
 //
 // A file carries its template as a program in jinja2. That is a language of its own; we recognise the template by the
 // marks in its text, and render it ourselves.
 
 typedef enum { SYSTEM, USER, ASSISTANT } Role;
 
-static const char *role_name(Role role) {
-    static const char *const names[] = {"system", "user", "assistant"};
-    return names[role];
-}
+static const char *const role_names[] = {"system", "user", "assistant"};
 
 typedef struct {
     Role role;
@@ -4213,233 +4389,204 @@ typedef struct {
     size_t len;
 } Message;
 
-typedef enum { PLAIN_TEXT, LLAMA_2, LLAMA_3, CHATML, MISTRAL, ZEPHYR, N_TEMPLATES } TemplateKind;
+// In the order of template_words; and that of Mistral where [INST] is a special piece.
+typedef enum { PLAIN_TEXT, LLAMA_2, LLAMA_3, CHATML, MISTRAL, ZEPHYR, MISTRAL_V3, N_FORMS } TemplateKind;
+_Static_assert(sizeof template_words / sizeof *template_words == MISTRAL_V3 + 1, "a form for each word");
 
-static const char *const template_names[N_TEMPLATES] = {"plain", "llama-2", "llama-3", "chatml", "mistral", "zephyr"};
+// How a turn is written. Braces hold {role}, {text}, {end} (the token that ends an answer), or a mark.
+typedef struct {
+    const char *turn;
+    const char *answer; // a turn of the assistant's; NULL: as the others, and how it begins asks for an answer
+    bool bos;           // even where the vocabulary does not ask for it
+    bool trims;         // space around the text is dropped
+} Form;
+
+static const Form forms[N_FORMS] = {
+    [PLAIN_TEXT] = {.turn = "{text}"},
+    [LLAMA_2] = {.turn = "{[INST]} {text} {[/INST]}", .answer = " {text} {end}", .bos = true, .trims = true},
+    [LLAMA_3] = {.turn = "{<|start_header_id|>}{role}{<|end_header_id|>}\n\n{text}{<|eot_id|>}",
+                 .bos = true,
+                 .trims = true},
+    [CHATML] = {.turn = "{<|im_start|>}{role}\n{text}{<|im_end|>}\n"},
+    [MISTRAL] = {.turn = "{[INST]} {text} {[/INST]}", .answer = "{text}{end}", .bos = true},
+    [ZEPHYR] = {.turn = "<|{role}|>\n{text}{end}\n"},
+    [MISTRAL_V3] = {.turn = "{[INST]} {text}{[/INST]}", .answer = " {text}{end}", .bos = true},
+};
+
+// What tells a template: two texts that it has, and one that it has not. The first row that fits counts; the last one
+// is for what we do not know.
+static const struct {
+    const char *has, *and, *but;
+    TemplateKind kind;
+} signs[] = {
+    {"<|start_header_id|>", "", NULL, LLAMA_3},   {"<|im_start|>", "", "reasoning_mode", CHATML},
+    {"[INST]", "<<SYS>>", NULL, LLAMA_2},         {"[INST]", "", NULL, MISTRAL},
+    {"<|user|>", "eos_token", "<|end|>", ZEPHYR}, {"", "", NULL, PLAIN_TEXT},
+};
 
 typedef struct {
     TemplateKind kind;
-    const char *system;  // ChatML: what the system says where nobody says otherwise; not terminated
-    size_t system_len;   // 0: nothing
+    String system;       // ChatML: what the system says where nobody says otherwise
     bool dated;          // Llama 3.1 and later: the system prompt has two dates
     bool thinks, silent; // Qwen 3: answers may begin with <think>; it is asked not to
 } Template;
 
-// ChatML: the default system prompt, a literal in the template between the mark of a system message and that of its end.
-static void template_find_system(Template *t, const char *source) {
+// ChatML: the default system prompt, a literal in the template between the marks around a system message.
+static String template_find_system(const char *source) {
     static const char begin[] = "<|im_start|>system", end[] = "<|im_end|>";
     for (const char *at = source; (at = strstr(at, begin)) != NULL;) {
         at += sizeof begin - 1;
         const char *text = !strncmp(at, "\\n", 2) ? at + 2 : *at == '\n' ? at + 1 : NULL;
         const char *stop = text ? strstr(text, end) : NULL;
-        if (!stop || strcspn(text, "'\"{}") < (size_t)(stop - text)) continue;
-        t->system = text;
-        t->system_len = (size_t)(stop - text);
-        return;
+        if (stop && strcspn(text, "'\"{}") >= (size_t)(stop - text)) return (String){text, (size_t)(stop - text)};
     }
+    return (String){0};
 }
 
-static TemplateKind template_by_name(const char *name) {
-    for (int kind = 0; kind < N_TEMPLATES; kind++)
-        if (!strcmp(name, template_names[kind])) return (TemplateKind)kind;
-    die_usage("--template: expected plain, llama-2, llama-3, chatml, mistral or zephyr, got '%s'", name);
-}
-
-// The template of --template NAME, else the one in the file. `source`: the file's jinja2 text, or NULL.
-static Template template_choose(const char *name, const char *source, const char *path) {
-    Template t = {0};
+// The template of --template, else (kind -1) the one in the file. `source`: the file's jinja2 text, or NULL.
+static Template template_choose(int kind, const char *source, const char *path) {
     const char *s = source ? source : "";
-    bool has_inst = strstr(s, "[INST]") != NULL;
-    if (strstr(s, "<|start_header_id|>")) t.kind = LLAMA_3;
-    else if (strstr(s, "<|im_start|>") && !strstr(s, "reasoning_mode")) t.kind = CHATML;
-    else if (has_inst && strstr(s, "<<SYS>>")) t.kind = LLAMA_2;
-    else if (has_inst) t.kind = MISTRAL;
-    else if (strstr(s, "<|user|>") && strstr(s, "eos_token") && !strstr(s, "<|end|>")) t.kind = ZEPHYR;
-    else if (!name && source)
-        die("%s: unknown chat template: choose one with --template NAME (run -h lists them)", path);
-    else if (!name) fprintf(stderr, "run: note: %s has no chat template: it goes on with the text as it is\n", path);
-    if (name) {
-        TemplateKind kind = template_by_name(name);
-        if (kind != t.kind) s = ""; // what the file says is about another one
-        t.kind = kind;
+    int i = 0;
+    while (!strstr(s, signs[i].has) || !strstr(s, signs[i].and) || (signs[i].but && strstr(s, signs[i].but))) i++;
+    TemplateKind own = signs[i].kind;
+    if (kind < 0 && own == PLAIN_TEXT) {
+        if (source) die("%s: unknown chat template: choose one with --template NAME (run -h lists them)", path);
+        fprintf(stderr, "run: note: %s has no chat template: it goes on with the text as it is\n", path);
     }
-    t.dated = strstr(s, "Cutting Knowledge Date") != NULL;
-    t.thinks = strstr(s, "enable_thinking") != NULL;
-    if (t.kind == CHATML) template_find_system(&t, s);
+    Template t = {.kind = kind < 0 ? own : (TemplateKind)kind};
+    if (t.kind != own) return t; // the rest of what the file says is about another one
+    t.dated = t.kind == LLAMA_3 && strstr(s, "Cutting Knowledge Date");
+    t.thinks = t.kind == CHATML && strstr(s, "enable_thinking");
+    if (t.kind == CHATML) t.system = template_find_system(s);
     return t;
+}
+
+// The id of a special piece, or -1.
+static int special_id(const Tokenizer *t, String name) {
+    for (int i = 0; i < t->n_specials; i++) {
+        const Piece *piece = &t->pieces[t->specials[i]];
+        if ((size_t)piece->len == name.len && !memcmp(piece->text, name.text, name.len)) return t->specials[i];
+    }
+    return -1;
+}
+
+// </s>, which ends an answer of Llama 2 and its kin; a vocabulary without such a name has a stop token that is not BOS.
+static int end_of_answer(const Tokenizer *t) {
+    int id = special_id(t, (String){"</s>", 4});
+    for (int i = 0; i < t->n_stop_ids && id < 0; i++)
+        if (t->stop_ids[i] != t->bos) id = t->stop_ids[i];
+    return id;
 }
 
 // Ids in the making. Text waits in `pending` until a mark comes, because neighbouring texts are encoded as one.
 typedef struct {
+    const Template *template;
     const Tokenizer *tokenizer;
     Text pending;
     Ids ids;
 } Prompt;
 
-static void prompt_flush(Prompt *p) {
+static void prompt_id(Prompt *p, int id) {
     tokenizer_encode(p->tokenizer, p->pending.data, p->pending.len, false, &p->ids);
     p->pending.len = 0;
-}
-
-static void prompt_id(Prompt *p, int id) {
-    prompt_flush(p);
     if (id >= 0) ids_append(&p->ids, id);
 }
 
-static void prompt_string(Prompt *p, const char *s) {
-    text_append(&p->pending, s, strlen(s));
-}
-
-// The id of a special piece, or -1.
-static int special_id(const Tokenizer *t, const char *name) {
-    for (int i = 0; i < t->n_specials; i++) {
-        const Piece *piece = &t->pieces[t->specials[i]];
-        if ((size_t)piece->len == strlen(name) && !memcmp(piece->text, name, strlen(name))) return t->specials[i];
+// What a message says in its turn.
+static void prompt_text(Prompt *p, Message m) {
+    const Template *t = p->template;
+    char *end;
+    if (forms[t->kind].trims) {
+        for (; m.len > 0 && isspace((unsigned char)*m.text); m.len--) m.text++;
+        while (m.len > 0 && isspace((unsigned char)m.text[m.len - 1])) m.len--;
     }
-    return -1;
-}
-
-// A mark: its id, or its letters where the vocabulary has no such piece.
-static void prompt_mark(Prompt *p, const char *name) {
-    int id = special_id(p->tokenizer, name);
-    if (id >= 0) prompt_id(p, id);
-    else prompt_string(p, name);
-}
-
-static Message message_trimmed(Message m) {
-    while (m.len > 0 && isspace((unsigned char)m.text[m.len - 1])) m.len--;
-    while (m.len > 0 && isspace((unsigned char)*m.text)) m.text++, m.len--;
-    return m;
-}
-
-static void prompt_message(Prompt *p, Message m) {
-    text_append(&p->pending, m.text, m.len);
-}
-
-// </s>, which ends an answer of Llama 2 and its kin; a vocabulary without such a name has a stop token that is not BOS.
-static void prompt_end_of_text(Prompt *p) {
-    const Tokenizer *t = p->tokenizer;
-    int id = special_id(t, "</s>");
-    for (int i = 0; i < t->n_stop_ids && id < 0; i++)
-        if (t->stop_ids[i] != t->bos) id = t->stop_ids[i];
-    prompt_id(p, id);
-}
-
-static void render_chatml(Prompt *p, const Template *t, Message m) {
-    prompt_mark(p, "<|im_start|>");
-    prompt_string(p, role_name(m.role));
-    prompt_string(p, "\n");
+    if (m.role == SYSTEM && t->dated)
+        text_string(&p->pending, "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n");
     // What an earlier answer thought is not repeated.
-    for (char *end; m.role == ASSISTANT && t->thinks && (end = memmem(m.text, m.len, "</think>", 8)) != NULL;) {
+    while (m.role == ASSISTANT && t->thinks && (end = memmem(m.text, m.len, "</think>", 8)) != NULL) {
         end += 8;
         while (end < m.text + m.len && *end == '\n') end++;
         m.len -= (size_t)(end - m.text);
         m.text = end;
     }
-    prompt_message(p, m);
-    prompt_mark(p, "<|im_end|>");
-    prompt_string(p, "\n");
+    text_append(&p->pending, m.text, m.len);
 }
 
-static void render_llama3(Prompt *p, const Template *t, Message m) {
-    prompt_mark(p, "<|start_header_id|>");
-    prompt_string(p, role_name(m.role));
-    prompt_mark(p, "<|end_header_id|>");
-    prompt_string(p, "\n\n");
-    if (m.role == SYSTEM && t->dated)
-        prompt_string(p, "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n");
-    prompt_message(p, message_trimmed(m));
-    prompt_mark(p, "<|eot_id|>");
+// A turn in its form; NULL in place of a message: only its beginning, which asks the assistant for an answer.
+static void prompt_turn(Prompt *p, const char *form, const Message *m) {
+    for (const char *at = form; *at;) {
+        size_t n = strcspn(at, "{");
+        text_append(&p->pending, at, n);
+        at += n;
+        if (!*at) return;
+        String name = {at + 1, strcspn(at, "}") - 1};
+        at += name.len + 2;
+        if (string_is(name, "text") && !m) return;
+        if (string_is(name, "role")) text_string(&p->pending, role_names[m ? m->role : ASSISTANT]);
+        else if (string_is(name, "text")) prompt_text(p, *m);
+        else if (string_is(name, "end")) prompt_id(p, end_of_answer(p->tokenizer));
+        else { // a mark: its id, or its letters where the vocabulary has no such piece
+            int id = special_id(p->tokenizer, name);
+            if (id >= 0) prompt_id(p, id);
+            else text_append(&p->pending, name.text, name.len);
+        }
+    }
 }
 
-// Llama 2 and Mistral have no role for the system: it speaks at the beginning of the first message of the user.
-static void render_inst(Prompt *p, const Template *t, Message system, Message m, bool first) {
-    bool llama = t->kind == LLAMA_2, marks = special_id(p->tokenizer, "[INST]") >= 0;
-    if (m.role == ASSISTANT) {
-        if (llama || marks) prompt_string(p, " ");
-        prompt_message(p, llama ? message_trimmed(m) : m);
-        if (llama) prompt_string(p, " ");
-        prompt_end_of_text(p);
-        return;
-    }
-    if (llama && !first) prompt_id(p, p->tokenizer->bos);
-    Text said = {0}; // by the system, and by the user
-    if (first && system.len) {
-        if (llama) text_append(&said, "<<SYS>>\n", 8);
-        text_append(&said, system.text, system.len);
-        if (llama) text_append(&said, "\n<</SYS>>", 9);
-        text_append(&said, "\n\n", 2);
-    }
-    text_append(&said, m.text, m.len);
-    Message all = {USER, said.data, said.len};
-    prompt_mark(p, "[INST]");
-    prompt_string(p, " ");
-    prompt_message(p, llama ? message_trimmed(all) : all);
-    if (!marks || llama) prompt_string(p, " ");
-    prompt_mark(p, "[/INST]");
+// Llama 2 and Mistral have no role for the system: it speaks at the beginning of the first message, of the user.
+static void prompt_first(Prompt *p, const char *form, const Message *system, const Message *m) {
+    bool llama = p->template->kind == LLAMA_2;
+    Text said = {0};
+    if (llama) text_string(&said, "<<SYS>>\n");
+    text_append(&said, system->text, system->len);
+    text_string(&said, llama ? "\n<</SYS>>\n\n" : "\n\n");
+    text_append(&said, m->text, m->len);
+    prompt_turn(p, form, &(Message){USER, said.data, said.len});
     free(said.data);
-}
-
-static void render_zephyr(Prompt *p, Message m) {
-    prompt_string(p, "<|");
-    prompt_string(p, role_name(m.role));
-    prompt_string(p, "|>\n");
-    prompt_message(p, m);
-    prompt_end_of_text(p);
-    prompt_string(p, "\n");
 }
 
 // A conversation as ids, up to where the assistant's next answer begins.
 static Ids template_render(const Template *t, const Tokenizer *tokenizer, const Message *messages, int n) {
-    Prompt p = {.tokenizer = tokenizer};
-    Message none = {SYSTEM, NULL, 0}, fallback = {SYSTEM, (char *)t->system, t->system_len};
-    bool has_system = n > 0 && messages[0].role == SYSTEM, inst = t->kind == LLAMA_2 || t->kind == MISTRAL;
-    Message system = has_system ? messages[0] : none;
-    if (tokenizer->bos >= 0 && (tokenizer->add_bos || inst || t->kind == LLAMA_3)) prompt_id(&p, tokenizer->bos);
-    if (t->kind == CHATML && !has_system && t->system_len) render_chatml(&p, t, fallback);
-    if (t->kind == LLAMA_3 && !has_system && t->dated) render_llama3(&p, t, none);
-    for (int i = 0; i < n; i++) {
-        Message m = messages[i];
-        if (t->kind == CHATML) render_chatml(&p, t, m);
-        if (t->kind == LLAMA_3) render_llama3(&p, t, m);
-        if (t->kind == ZEPHYR) render_zephyr(&p, m);
-        if (t->kind == PLAIN_TEXT) prompt_message(&p, m);
-        if (inst && m.role != SYSTEM) render_inst(&p, t, system, m, i == (has_system ? 1 : 0));
+    Prompt p = {.template = t, .tokenizer = tokenizer};
+    bool v3 = t->kind == MISTRAL && special_id(tokenizer, (String){"[INST]", 6}) >= 0;
+    const Form *form = &forms[v3 ? MISTRAL_V3 : t->kind];
+    const Message fallback = {SYSTEM, (char *)t->system.text, t->system.len};
+    const Message *system = n > 0 && messages[0].role == SYSTEM ? messages : NULL;
+    if (tokenizer->bos >= 0 && (tokenizer->add_bos || form->bos)) prompt_id(&p, tokenizer->bos);
+    if (!system && (t->system.len || t->dated)) prompt_turn(&p, form->turn, &fallback);
+    for (const Message *m = messages, *first = m + (system != NULL); m < messages + n; m++) {
+        bool opens = m == first && m->role == USER && system && system->len;
+        if (m->role == SYSTEM && form->answer) continue;
+        if (m != first && m->role == USER && t->kind == LLAMA_2) prompt_id(&p, tokenizer->bos);
+        if (opens && form->answer) prompt_first(&p, form->turn, system, m);
+        else prompt_turn(&p, m->role == ASSISTANT && form->answer ? form->answer : form->turn, m);
     }
-    if (t->kind == CHATML) {
-        prompt_mark(&p, "<|im_start|>");
-        prompt_string(&p, t->thinks && t->silent ? "assistant\n<think>\n\n</think>\n\n" : "assistant\n");
-    } else if (t->kind == LLAMA_3) {
-        prompt_mark(&p, "<|start_header_id|>");
-        prompt_string(&p, "assistant");
-        prompt_mark(&p, "<|end_header_id|>");
-        prompt_string(&p, "\n\n");
-    } else if (t->kind == ZEPHYR) prompt_string(&p, "<|assistant|>\n");
-    prompt_flush(&p);
+    if (!form->answer) prompt_turn(&p, form->turn, NULL);
+    if (t->thinks && t->silent) text_string(&p.pending, "<think>\n\n</think>\n\n");
+    prompt_id(&p, -1);
     free(p.pending.data);
     return p.ids;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §16 Terminal
+// §19 Terminal
 //
 // Reading a message from a person. The terminal is put into raw mode, where it hands over each key at once and draws
-// nothing itself; we keep the line and draw it anew after each key, on one row of the screen, the part around the cursor
-// where it is longer. A block of text that is pasted comes between two marks (bracketed paste), so that its line breaks
-// are text. Ref: ECMA-48 for the sequences.
+// nothing itself; we keep the line and draw it anew after each key, on one row of the screen: where it is longer, the
+// part around the cursor. Text that is pasted comes between two marks (bracketed paste), so that its line breaks are
+// text. Ref: ECMA-48 for the sequences.
 
 static struct termios terminal_before; // to be restored, whatever happens
 static bool terminal_is_raw;
 
-static void terminal_restore(void) {
-    if (!terminal_is_raw) return;
-    terminal_is_raw = false;
-    tcsetattr(STDIN_FILENO, TCSADRAIN, &terminal_before);
-    fputs("\033[?2004l", stderr); // no more bracketed paste
+static void terminal_restore(void) {               // with nothing that a signal handler may not call
+    static const char end_paste[] = "\033[?2004l"; // no more bracketed paste
+    if (terminal_is_raw && !tcsetattr(STDIN_FILENO, TCSADRAIN, &terminal_before))
+        terminal_is_raw = write(STDERR_FILENO, end_paste, sizeof end_paste - 1) < 0;
 }
 
 static void on_end_signal(int number) { // ends the process as this signal does, but leaves the terminal as it was
-    tcsetattr(STDIN_FILENO, TCSADRAIN, &terminal_before);
+    terminal_restore();
     signal(number, SIG_DFL);
     raise(number);
 }
@@ -4463,71 +4610,62 @@ static void terminal_raw(void) {
 
 // Columns that a character takes on the screen: 0 for marks above others, 2 for East Asian characters and emoji.
 static int character_width(uint32_t c) {
-    static const uint32_t zero[][2] = {
-        {0x300, 0x36f}, {0x1ab0, 0x1aff}, {0x200b, 0x200f}, {0x20d0, 0x20ff}, {0xfe00, 0xfe0f}};
-    static const uint32_t wide[][2] = {{0x1100, 0x115f},   {0x2e80, 0x303e},   {0x3041, 0xa4cf},   {0xac00, 0xd7a3},
-                                       {0xf900, 0xfaff},   {0xfe30, 0xfe6f},   {0xff00, 0xff60},   {0xffe0, 0xffe6},
-                                       {0x1f300, 0x1f64f}, {0x1f680, 0x1f6ff}, {0x1f900, 0x1f9ff}, {0x20000, 0x3fffd}};
-    for (size_t i = 0; i < sizeof zero / sizeof *zero; i++)
-        if (c >= zero[i][0] && c <= zero[i][1]) return 0;
-    for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
-        if (c >= wide[i][0] && c <= wide[i][1]) return 2;
+    static const uint32_t ranges[][3] = {
+        // the first, the last, their width
+        {0x300, 0x36f, 0},     {0x1100, 0x115f, 2},  {0x1ab0, 0x1aff, 0}, {0x200b, 0x200f, 0},   {0x20d0, 0x20ff, 0},
+        {0x2e80, 0x303e, 2},   {0x3041, 0xa4cf, 2},  {0xac00, 0xd7a3, 2}, {0xf900, 0xfaff, 2},   {0xfe00, 0xfe0f, 0},
+        {0xfe30, 0xfe6f, 2},   {0xff00, 0xff60, 2},  {0xffe0, 0xffe6, 2}, {0x1f300, 0x1f64f, 2}, {0x1f680, 0x1f6ff, 2},
+        {0x1f900, 0x1f9ff, 2}, {0x20000, 0x3fffd, 2}};
+    for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++)
+        if (c >= ranges[i][0] && c <= ranges[i][1]) return (int)ranges[i][2];
     return 1;
 }
 
 typedef struct {
     Text text;
-    size_t cursor;        // byte in front of which the next character goes
-    const char *label;    // what stands in front of the line
-    Text *history;        // [n_history] earlier messages
+    size_t cursor;     // the byte before which the next character goes
+    const char *label; // what stands before the line
+    Text *history;     // [n_history] earlier messages
+    size_t history_cap;
     int n_history, shown; // which of them is shown; n_history: none
 } Line;
 
 // The character that begins (direction 1) or ends (-1) at a byte: how many bytes it has. 0: there is none.
 static size_t line_step(const Line *l, size_t at, int direction) {
     if (direction > 0) return at < l->text.len ? (size_t)max_int(1, utf8_scan(l->text.data + at, l->text.len - at)) : 0;
-    size_t n = 0;
-    while (at > n && (l->text.data[at - ++n] & 0xc0) == 0x80 && n < 4) {
-    }
+    size_t n = at > 0;
+    while (n < at && n < 4 && (l->text.data[at - n] & 0xc0) == 0x80) n++;
     return n;
 }
 
-// What one character looks like goes to `out` (or nowhere): itself, or a sign for a line break or other control
-// character. Returns its width.
+// What one character looks like: itself, or a sign for a line break or other control character. Returns its width.
 static int line_glyph(const Line *l, size_t at, size_t n, Text *out) {
     unsigned char c = (unsigned char)l->text.data[at];
-    if (out && c == '\n') text_append(out, "\xe2\x86\xb5", 3); // an arrow
-    else if (out && (c < 32 || c == 127)) text_append(out, "?", 1);
-    else if (out) text_append(out, l->text.data + at, n);
+    if (c == '\n') text_string(out, "\xe2\x86\xb5"); // an arrow
+    else if (c < 32 || c == 127) text_string(out, "?");
+    else text_append(out, l->text.data + at, n);
     return n > 1 ? character_width(utf8_decode(l->text.data + at, (int)n)) : 1;
 }
 
 static void line_draw(const Line *l) {
     struct winsize size = {0};
     int columns = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) || size.ws_col < 20 ? 80 : size.ws_col;
-    int room = columns - (int)strlen(l->label) - 1, width = 0;
-    size_t from = l->cursor;
-    for (size_t n; (n = line_step(l, from, -1)) > 0; from -= n) { // as much in front of the cursor as there is room for
-        int w = line_glyph(l, from - n, n, NULL);
-        if (width + w > room) break;
-        width += w;
-    }
-    int column = (int)strlen(l->label) + width;
-    width = 0;
+    int label = (int)strlen(l->label), room = columns - label - 1, before = 0, width = 0;
+    size_t from = l->cursor, end = 0;
     Text out = {0};
-    text_append(&out, "\r", 1);
-    text_append(&out, l->label, strlen(l->label));
-    for (size_t at = from, n; (n = line_step(l, at, 1)) > 0; at += n) {
-        Text glyph = {0};
-        int w = line_glyph(l, at, n, &glyph);
-        bool fits = width + w <= room;
-        if (fits) text_append(&out, glyph.data, glyph.len);
-        free(glyph.data);
-        if (!fits) break;
-        width += w;
+    for (size_t n; (n = line_step(l, from, -1)) > 0; from -= n) { // as much before the cursor as there is room for
+        int w = line_glyph(l, from - n, n, &out);
+        if (before + w > room) break;
+        before += w;
     }
-    char move[40];
-    text_append(&out, move, (size_t)snprintf(move, sizeof move, "\033[K\r\033[%dC", column));
+    out.len = 0;
+    text_format(&out, "\r%s", l->label);
+    for (size_t at = from, n; width <= room && (n = line_step(l, at, 1)) > 0; at += n) {
+        end = out.len;
+        width += line_glyph(l, at, n, &out);
+    }
+    if (width > room) out.len = end; // the last one was too much
+    text_format(&out, "\033[K\r\033[%dC", label + before);
     fwrite(out.data, 1, out.len, stderr);
     free(out.data);
 }
@@ -4545,19 +4683,14 @@ static void line_delete(Line *l, size_t from, size_t to) {
     l->cursor = from;
 }
 
-static bool line_is_space(const Line *l, size_t at) {
-    return isspace((unsigned char)l->text.data[at]);
-}
-
-// Where the word in front of the cursor begins, or the one behind it ends.
+// Where the word before the cursor begins (direction -1), or the one after it ends (1). Space between is passed first.
 static size_t line_word(const Line *l, int direction) {
     size_t at = l->cursor;
-    if (direction < 0) {
-        while (at > 0 && line_is_space(l, at - 1)) at--;
-        while (at > 0 && !line_is_space(l, at - 1)) at--;
-    } else {
-        while (at < l->text.len && line_is_space(l, at)) at++;
-        while (at < l->text.len && !line_is_space(l, at)) at++;
+    bool in_word = false;
+    for (size_t n; (n = line_step(l, at, direction)) > 0; at += direction > 0 ? n : -n) {
+        bool space = isspace((unsigned char)l->text.data[direction > 0 ? at : at - n]);
+        if (space && in_word) break;
+        in_word |= !space;
     }
     return at;
 }
@@ -4572,107 +4705,105 @@ static void line_show_history(Line *l, int which) {
 
 static int read_key(void) {
     unsigned char c;
-    ssize_t n;
-    do n = read(STDIN_FILENO, &c, 1);
-    while (n < 0 && errno == EINTR);
-    return n == 1 ? c : -1;
+    return read(STDIN_FILENO, &c, 1) == 1 ? c : -1;
 }
 
-// A sequence that began with Escape: CSI, parameters, a final byte; or a letter with Alt.
-static void line_escape(Line *l) {
-    int key = read_key(), final = key;
-    char parameters[16] = "";
-    if (key == '[' || key == 'O')
-        for (size_t n = 0; (final = read_key()) >= 0 && final < '@'; n++)
-            if (n < sizeof parameters - 1) parameters[n] = (char) final;
-    bool word = strchr(parameters, ';') != NULL || key == final; // Ctrl or Alt with an arrow; Alt with a letter
-    if (!strcmp(parameters, "200")) {                            // pasted: text up to the closing mark
-        static const char closing[] = "\033[201~";
-        size_t begin = l->cursor;
-        for (int c; (c = read_key()) >= 0;) {
-            char byte = c == '\r' ? '\n' : (char)c;
-            line_insert(l, &byte, 1);
-            size_t n = sizeof closing - 1;
-            if (l->cursor - begin >= n && !memcmp(l->text.data + l->cursor - n, closing, n)) {
-                line_delete(l, l->cursor - n, l->cursor);
-                break;
-            }
-        }
+// Text that is pasted, up to the closing mark.
+static void line_paste(Line *l) {
+    static const char closing[] = "\033[201~";
+    size_t begin = l->cursor, n = sizeof closing - 1;
+    for (int c; (c = read_key()) >= 0;) {
+        char byte = c == '\r' ? '\n' : (char)c;
+        line_insert(l, &byte, 1);
+        if (l->cursor - begin < n || memcmp(l->text.data + l->cursor - n, closing, n)) continue;
+        line_delete(l, l->cursor - n, l->cursor);
         return;
     }
-    if (final == 'A') line_show_history(l, l->shown - 1);
-    if (final == 'B') line_show_history(l, l->shown + 1);
-    if (final == 'C') l->cursor = word ? line_word(l, 1) : l->cursor + line_step(l, l->cursor, 1);
-    if (final == 'D') l->cursor = word ? line_word(l, -1) : l->cursor - line_step(l, l->cursor, -1);
-    if (final == 'f') l->cursor = line_word(l, 1);
-    if (final == 'b') l->cursor = line_word(l, -1);
-    bool home = !strcmp(parameters, "1") || !strcmp(parameters, "7");
-    bool end = !strcmp(parameters, "4") || !strcmp(parameters, "8");
-    if (final == 'H' || (final == '~' && home)) l->cursor = 0;
-    if (final == 'F' || (final == '~' && end)) l->cursor = l->text.len;
-    if (final == '~' && !strcmp(parameters, "3")) line_delete(l, l->cursor, l->cursor + line_step(l, l->cursor, 1));
+}
+
+enum { CTRL = 31, ESCAPE = 27, BACKSPACE = 127, WORD_LEFT = 256, WORD_RIGHT, PASTE }; // CTRL & 'A': what Ctrl-A sends
+
+// Arrows and their like send a sequence that begins with Escape: CSI, parameters, a final byte; Alt with a letter sends
+// that letter. Returns the key that does the same, or 0.
+static int read_escape(void) {
+    static const struct {
+        const char *name;
+        int key, held; // held: with Ctrl or Alt, where that is another
+    } sequences[] = {{"A", CTRL & 'P', 0},  {"B", CTRL & 'N', 0},  {"C", CTRL & 'F', WORD_RIGHT},
+                     {"H", CTRL & 'A', 0},  {"F", CTRL & 'E', 0},  {"D", CTRL & 'B', WORD_LEFT},
+                     {"1~", CTRL & 'A', 0}, {"4~", CTRL & 'E', 0}, {"b", WORD_LEFT, 0},
+                     {"7~", CTRL & 'A', 0}, {"8~", CTRL & 'E', 0}, {"f", WORD_RIGHT, 0},
+                     {"3~", CTRL & 'D', 0}, {"200~", PASTE, 0}};
+    char name[16] = "";
+    size_t n = 0;
+    int key = read_key();
+    bool alone = key != '[' && key != 'O';
+    while (!alone && (key = read_key()) >= 0 && key < '@')
+        if (n < sizeof name - 2) name[n++] = (char)key;
+    bool held = alone || strchr(name, ';');
+    if (key != '~') n = 0; // the parameters of a letter say only which keys were held
+    name[n] = (char)key;
+    name[n + 1] = 0;
+    for (size_t i = 0; i < sizeof sequences / sizeof *sequences; i++)
+        if (!strcmp(name, sequences[i].name)) return held && sequences[i].held ? sequences[i].held : sequences[i].key;
+    return 0;
 }
 
 // One key. Returns true while the line goes on.
 static bool line_key(Line *l, int key) {
     char byte = (char)key;
-    switch (key) {
+    size_t left = line_step(l, l->cursor, -1), right = line_step(l, l->cursor, 1);
+    switch (key == ESCAPE ? read_escape() : key) {
     case '\r':
     case '\n':
         if (!l->text.len || l->text.data[l->text.len - 1] != '\\') return false;
         l->text.data[l->text.len - 1] = '\n'; // a backslash at the end: the message goes on
         l->cursor = l->text.len;
         break;
-    case 1: l->cursor = 0; break;                                                     // Ctrl-A
-    case 5: l->cursor = l->text.len; break;                                           // Ctrl-E
-    case 2: l->cursor -= line_step(l, l->cursor, -1); break;                          // Ctrl-B
-    case 6: l->cursor += line_step(l, l->cursor, 1); break;                           // Ctrl-F
-    case 11: l->text.len = l->cursor; break;                                          // Ctrl-K
-    case 21: line_delete(l, 0, l->cursor); break;                                     // Ctrl-U
-    case 23: line_delete(l, line_word(l, -1), l->cursor); break;                      // Ctrl-W
-    case 12: fputs("\033[H\033[2J", stderr); break;                                   // Ctrl-L
-    case 16: line_show_history(l, l->shown - 1); break;                               // Ctrl-P
-    case 14: line_show_history(l, l->shown + 1); break;                               // Ctrl-N
-    case 4: line_delete(l, l->cursor, l->cursor + line_step(l, l->cursor, 1)); break; // Ctrl-D
-    case 8:
-    case 127: line_delete(l, l->cursor - line_step(l, l->cursor, -1), l->cursor); break; // Backspace
-    case 27: line_escape(l); break;
+    case CTRL & 'A': l->cursor = 0; break;
+    case CTRL & 'E': l->cursor = l->text.len; break;
+    case CTRL & 'B': l->cursor -= left; break;
+    case CTRL & 'F': l->cursor += right; break;
+    case PASTE: line_paste(l); break;
+    case WORD_LEFT: l->cursor = line_word(l, -1); break;
+    case WORD_RIGHT: l->cursor = line_word(l, 1); break;
+    case CTRL & 'P': line_show_history(l, l->shown - 1); break;
+    case CTRL & 'N': line_show_history(l, l->shown + 1); break;
+    case CTRL & 'K': l->text.len = l->cursor; break;
+    case CTRL & 'U': line_delete(l, 0, l->cursor); break;
+    case CTRL & 'W': line_delete(l, line_word(l, -1), l->cursor); break;
+    case CTRL & 'D': line_delete(l, l->cursor, l->cursor + right); break;
+    case CTRL & 'H':
+    case BACKSPACE: line_delete(l, l->cursor - left, l->cursor); break;
+    case CTRL & 'L': fputs("\033[H\033[2J", stderr); break;
     default:
-        if (key >= 32 || key == '\t') line_insert(l, &byte, 1);
+        if (key != ESCAPE && (key >= 32 || key == '\t')) line_insert(l, &byte, 1);
     }
     return true;
-}
-
-// Whether more has been typed than was read: then drawing can wait.
-static bool keys_wait(void) {
-    struct pollfd stdin_poll = {STDIN_FILENO, POLLIN, 0};
-    return poll(&stdin_poll, 1, 0) > 0;
 }
 
 typedef enum { READ_MESSAGE, READ_INTERRUPT, READ_END } ReadResult;
 
 // A message from the terminal, with editing. History grows by it.
 static ReadResult line_read(Line *l) {
-    terminal_raw();
-    l->text.len = l->cursor = 0;
-    l->shown = l->n_history;
     ReadResult result = READ_MESSAGE;
+    struct pollfd more = {STDIN_FILENO, POLLIN, 0};
+    terminal_raw();
+    line_show_history(l, l->n_history);
     line_draw(l);
-    for (int key; result == READ_MESSAGE;) {
-        key = read_key();
-        if (key < 0 || (key == 4 && !l->text.len)) result = READ_END;
-        else if (key == 3) result = READ_INTERRUPT;
+    while (result == READ_MESSAGE) {
+        int key = read_key();
+        if (key < 0 || (key == (CTRL & 'D') && !l->text.len)) result = READ_END;
+        else if (key == (CTRL & 'C')) result = READ_INTERRUPT;
         else if (!line_key(l, key)) break;
-        if (!keys_wait()) line_draw(l);
+        if (poll(&more, 1, 0) <= 0) line_draw(l); // where more was typed, drawing can wait
     }
     l->cursor = l->text.len;
     line_draw(l);
     terminal_restore();
     fputs("\n", stderr);
     if (result != READ_MESSAGE || !l->text.len) return result;
-    Text *grown = realloc(l->history, (size_t)(l->n_history + 1) * sizeof *grown);
-    if (!grown) die("out of memory: history");
-    l->history = grown;
+    l->history = reserve(l->history, (size_t)l->n_history + 1, &l->history_cap, sizeof *l->history, "a history");
     l->history[l->n_history] = (Text){0};
     text_append(&l->history[l->n_history++], l->text.data, l->text.len);
     return result;
@@ -4699,394 +4830,192 @@ static void line_free(Line *l) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §17 Sequences
+// §20 JSON
 //
-// The autoregressive loop: run the newest token through the model, sample the next from the logits, append it, again.
-// A Sequence is one text on its way; `step` takes any number of them one token further with a single forward, each by
-// its own rows:
-//
-//   reading    a prompt, in chunks: as many of its tokens as there is room for. Only the last one's logits matter.
-//   decoding   one row, its newest token.
-//   guessing   behind that row, rows of drafted tokens (SPECULATIVE DECODING). The model says after each row what it
-//              would sample there, with the random numbers that it would use; while that is what was drafted, the next
-//              row is valid as well. So a step makes one token more than it accepts drafts, at little more than the
-//              price of one where reading the weights is what takes the time. What is sampled never depends on the
-//              drafts, so the text is the same, at any temperature. (Leviathan et al. 2023 and Chen et al. 2023 keep
-//              the distribution; keeping the random numbers as well keeps every token.)
-//
-// Because a logit does not depend on what else is computed with it, no sequence can tell whether it is alone. That is
-// CONTINUOUS BATCHING (Yu et al. 2022, Orca): sequences come and go between steps, readers beside decoders, and no
-// decoder waits for a reader.
-//
-// When the context is full a sequence ends, or SLIDES: the first tokens, on which attention leans (Xiao et al. 2024,
-// attention sinks), and the newest half are kept, and computed again at their new positions.
+// Results, requests and conversations are JSON Lines: a file with an object on each line. What is read here is no tree:
+// a cursor walks a line, and whoever reads says what is to come next. Ref: RFC 8259.
 
-enum { MAX_DRAFT = 64, SINKS = 4, LATENCIES = 1024 };
-
-typedef struct {
-    double start, prefilled, first, last; // when it began, when the prompt was read, when the first and last token came
-    double latency[LATENCIES];            // seconds from token to token: entry i mod LATENCIES, for i < n
-    int n;
-    int n_prompt, n_made, n_steps, n_drafted, n_accepted; // tokens read, and made; steps that made some; drafts
-} Timing;
-
-// How likely a token was: by the logits, and as the sampler saw it, behind temperature, top-k, min-p and top-p.
-typedef struct {
-    int id;
-    float logprob, sampled; // natural logarithms
-} Score;
-
-typedef enum { FINISH_STOP, FINISH_LENGTH, FINISH_INTERRUPTED } Finish;
-
-typedef struct {
-    // What is wanted:
-    int max_new;         // tokens to make at most
-    const char **stops;  // [n_stops] texts before which it ends
-    int n_stops, n_top;  // the n_top best of each step are scored beside the chosen token; -1: no scores
-    bool streams, keeps; // its text goes to standard output at once; it is kept
-    bool echo;           // the prompt is kept (and scored) too
-    bool ignores_eos;    // a stop token is a token like any other
-    // What there is so far:
-    Ids ids;      // prompt and answer, what the model is shown
-    int n_prompt; // the first so many were given
-    int n_cached; // the first so many are in the cache
-    int place;    // whose cache: the `seq` of its rows
-    int n_made;   // tokens sampled, the one that stops included
-    Sampler *sampler;
-    Decoder decoder;
-    Text held;     // text that may be the beginning of a stop string waits here until that is decided
-    Text text;     // what is kept, and
-    Ids kept;      // as ids, without the one that stops
-    Score *scores; // [n_scores]   1 + n_top for each of them
-    int n_scores, scores_cap;
-    bool done;
-    Finish finish;
-    Timing timing;
-    // In the present step:
-    int n_rows, n_draft, first_logits;
-    int draft[MAX_DRAFT];
-} Sequence;
-
-// A small model that guesses what the large one will say.
-typedef struct {
-    Model *model;
-    Session *session;
-    Sampler *sampler;
-    Ids cached;
-} Draft;
-
-// Everything that a mode with a model works with.
-typedef struct {
-    Model *model;
-    Tokenizer *tokenizer;
-    Session *session;
-    Draft *draft;
-    int n_draft; // tokens to draft in a step; from the context where `draft` is NULL
-    bool slides; // when the context is full
-    int n_threads;
-    long long n_rows; // run so far
-    double load_seconds;
-} Engine;
-
-static volatile sig_atomic_t interrupted; // set by Ctrl-C
-
-static void write_out(const char *bytes, size_t n) {
-    if ((n > 0 && fwrite(bytes, 1, n, stdout) != n) || fflush(stdout))
-        die("cannot write to standard output: %s", strerror(errno));
-}
-
-static void sequence_free(Sequence *q) {
-    free(q->ids.id);
-    free(q->kept.id);
-    free(q->held.data);
-    free(q->text.data);
-    free(q->scores);
-}
-
-// --- text
-
-// Let go of the text that can be shown; `last`: nothing more will come, so nothing waits. Returns whether a stop string
-// has appeared: what stands before it is all.
-static bool sequence_show(Sequence *q, bool last) {
-    size_t n = q->held.len, hold = 0;
-    bool stopped = false;
-    for (int i = 0; i < q->n_stops; i++) {
-        const char *stop = q->stops[i];
-        size_t len = strlen(stop);
-        char *found = q->held.len >= len ? memmem(q->held.data, q->held.len, stop, len) : NULL;
-        if (found && (size_t)(found - q->held.data) < n) {
-            n = (size_t)(found - q->held.data);
-            stopped = true;
-        }
-        for (size_t k = len - 1; k > hold; k--) // the longest end of the text that begins a stop string
-            if (k <= q->held.len && !memcmp(q->held.data + q->held.len - k, stop, k)) hold = k;
+// A text as a JSON string. Bytes that are no UTF-8 become U+FFFD.
+static void json_string(Text *out, const char *text, size_t n) {
+    text_string(out, "\"");
+    for (size_t i = 0; i < n;) {
+        unsigned char c = (unsigned char)text[i];
+        int len = utf8_scan(text + i, n - i);
+        if (len <= 0) text_string(out, "\\ufffd");
+        else if (c == '"' || c == '\\') text_format(out, "\\%c", c);
+        else if (c == '\n') text_string(out, "\\n");
+        else if (c < 32) text_format(out, "\\u%04x", c);
+        else text_append(out, text + i, (size_t)len);
+        i += (size_t)max_int(1, len);
     }
-    if (!stopped && !last) n -= hold;
-    if (q->streams) write_out(q->held.data, n);
-    if (q->keeps) text_append(&q->text, q->held.data, n);
-    q->held.len -= n;
-    if (q->held.len) memmove(q->held.data, q->held.data + n, q->held.len);
-    return stopped;
+    text_string(out, "\"");
 }
 
-static void sequence_finish(Sequence *q, Finish finish) {
-    q->done = true;
-    q->finish = finish;
-    decoder_flush(&q->decoder, &q->held);
-    if (sequence_show(q, true)) q->finish = FINISH_STOP;
-}
+// A cursor over a line. The first thing that is wrong sticks, and ends it.
+typedef struct {
+    const char *begin, *at, *end;
+    char wrong[192];
+    int where; // the character, from 1
+} Json;
 
-// --- scores
-
-static void score_append(Sequence *q, Score score) {
-    if (q->n_scores == q->scores_cap) {
-        q->scores_cap = q->scores_cap ? 2 * q->scores_cap : 64;
-        Score *grown = realloc(q->scores, (size_t)q->scores_cap * sizeof *grown);
-        if (!grown) die("out of memory: %d scores", q->scores_cap);
-        q->scores = grown;
+__attribute__((format(printf, 2, 3))) static bool json_wrong(Json *j, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    if (!j->wrong[0]) {
+        vsnprintf(j->wrong, sizeof j->wrong, format, args);
+        j->where = (int)(j->at - j->begin) + 1;
     }
-    q->scores[q->n_scores++] = score;
+    va_end(args);
+    j->at = j->end;
+    return false;
 }
 
-// Score a token and the n_top best, in falling order. logits: [vocab], from which q's sampler has just picked; they are
-// overwritten.
-static void sequence_score(Sequence *q, float *logits, int id) {
-    const Sampler *s = q->sampler;
-    int at = q->n_scores;
-    score_append(q, (Score){id, logits[id], 0});
-    for (int i = 0; i < s->n && q->n_top > 0; i++) { // the best so far stand in order behind the token
-        int n = q->n_scores - at - 1;
-        if (n == q->n_top && !(logits[i] > q->scores[at + n].logprob)) continue;
-        if (n < q->n_top) score_append(q, (Score){0}), n++;
-        Score *best = q->scores + at + 1;
-        int rank = n - 1;
-        for (; rank > 0 && logits[i] > best[rank - 1].logprob; rank--) best[rank] = best[rank - 1];
-        best[rank] = (Score){i, logits[i], 0};
-    }
-    double sum = log_sum_exp(logits, s->n);
-    for (int i = at; i < q->n_scores; i++) {
-        q->scores[i].logprob = (float)((double)q->scores[i].logprob - sum);
-        q->scores[i].sampled = logf(sampler_probability(s, q->scores[i].id));
-    }
+static Json json_open(String line) {
+    Json j = {.begin = line.text, .at = line.text, .end = line.text + line.len};
+    for (int len; j.at < j.end && (len = utf8_scan(j.at, (size_t)(j.end - j.at))) > 0;) j.at += len;
+    if (j.at < j.end) json_wrong(&j, "expected UTF-8");
+    else j.at = j.begin;
+    return j;
 }
 
-// Keep the prompt as if it had been made. Its first token follows nothing, so nothing says how likely it was.
-static void sequence_keep_prompt(Sequence *q, const char *text, size_t len) {
-    text_append(&q->text, text, len);
-    for (int i = 0; i < q->ids.len; i++) ids_append(&q->kept, q->ids.id[i]);
-    for (int i = 0; i <= q->n_top; i++) score_append(q, (Score){i ? -1 : q->ids.id[0], NAN, NAN});
-}
-
-// The token that follows the first n.
-static int sequence_pick(const Engine *e, Sequence *q, const float *logits, int n) {
-    int id = sampler_pick(q->sampler, logits, q->ids.id, n);
-    if (id < 0)
-        die("%s: the logits at position %d are not finite numbers: the weights are broken", e->model->path, n - 1);
-    return id;
-}
-
-// Score the token of the prompt at `pos` by the logits of the row before it.
-static void sequence_score_prompt(const Engine *e, Sequence *q, float *logits, int pos) {
-    uint64_t rng = q->sampler->rng;
-    sequence_pick(e, q, logits, pos); // for what it would sample from
-    q->sampler->rng = rng;
-    sequence_score(q, logits, q->ids.id[pos]);
-}
-
-// --- drafts
-
-// Drafts from the context: where the newest tokens have stood before, what followed them there may follow again (and,
-// behind the end of the text, what follows in the draft itself). The longest match counts, the newest among equals.
-// Returns n, or 0 where there is none. Ref: Saxena 2023, prompt lookup decoding.
-static int draft_from_context(const Ids *ids, int n, int *draft) {
-    enum { SHORTEST = 2, LONGEST = 16 };
-    int longest = SHORTEST - 1, at = ids->len;
-    for (int t = ids->len - 1; t > longest && longest < LONGEST; t--) {
-        int len = 0;
-        while (len < LONGEST && len < t && ids->id[t - 1 - len] == ids->id[ids->len - 1 - len]) len++;
-        if (len > longest) longest = len, at = t;
-    }
-    if (at == ids->len) return 0;
-    for (int i = 0; i < n; i++) draft[i] = at + i < ids->len ? ids->id[at + i] : draft[at + i - ids->len];
+// Steps over as many of these characters as stand there, `most` at most. Returns how many.
+static int json_skip(Json *j, const char *characters, int most) {
+    int n = 0;
+    for (; n < most && j->at < j->end && *j->at && strchr(characters, *j->at); j->at++) n++;
     return n;
 }
 
-// With how many of `ids` the cache of a sequence can go on: those that it begins with, if it still has what the next one
-// may see. The last one is always to be run, for its logits. cached: [n_cached] what the sequence has computed.
-static int common_prefix(const Session *s, int seq, const Ids *cached, int n_cached, const Ids *ids) {
-    int common = 0;
-    while (common < ids->len - 1 && common < n_cached && ids->id[common] == cached->id[common]) common++;
-    return cache_reaches(s, seq, common) ? common : 0;
+// Steps over space, and over `token` if it stands there.
+static bool json_is(Json *j, const char *token) {
+    size_t n = strlen(token);
+    json_skip(j, " \t\r\n", INT_MAX);
+    if ((size_t)(j->end - j->at) < n || memcmp(j->at, token, n)) return false;
+    j->at += n;
+    return true;
 }
 
-// Run ids[0..n) at positions from pos on through a model, in chunks. The logits of the last are s->logits. Returns false
-// where Ctrl-C came first.
-static bool prefill(Session *s, const int *ids, int n, int pos, int seq) {
-    int done = 0;
-    for (int count; done < n && !interrupted; done += count) {
-        count = min_int(n - done, s->max_rows);
-        for (int i = 0; i < count; i++) s->rows[i] = (Row){ids[done + i], pos + done + i, seq, done + i == n - 1};
-        forward(s, s->rows, count);
+static bool json_expect(Json *j, const char *token) { return json_is(j, token) || json_wrong(j, "expected %s", token); }
+
+// The 4 hexadecimal digits of \u.
+static bool json_hex(Json *j, uint32_t *c) {
+    char digits[5] = "";
+    if (json_skip(j, "0123456789abcdefABCDEF", 4) < 4) return json_wrong(j, "expected 4 digits after \\u");
+    memcpy(digits, j->at - 4, 4);
+    *c = (uint32_t)strtoul(digits, NULL, 16);
+    return true;
+}
+
+static void append_utf8(Text *out, uint32_t c) {
+    int len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    static const uint8_t leads[] = {0, 0, 0xC0, 0xE0, 0xF0};
+    char bytes[4];
+    for (int i = len - 1; i > 0; i--, c >>= 6) bytes[i] = (char)(0x80 | (c & 0x3f));
+    bytes[0] = (char)(leads[len] | c);
+    text_append(out, bytes, (size_t)len);
+}
+
+// What follows a backslash. A half of a surrogate pair without the other becomes U+FFFD.
+static bool json_escape(Json *j, Text *out) {
+    static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    if (json_skip(j, names, 1)) {
+        text_append(out, &values[strchr(names, j->at[-1]) - names], 1);
+        return true;
     }
-    return done == n;
-}
-
-// Drafts from a small model, which samples as the large one will and with the same random numbers: the more its
-// probabilities are alike, the more often both draw the same.
-static int draft_from_model(Draft *d, const Sequence *q, int n, int *draft) {
-    int common = common_prefix(d->session, 0, &d->cached, d->cached.len, &q->ids);
-    d->cached.len = common;
-    if (!prefill(d->session, q->ids.id + common, q->ids.len - common, common, 0)) return 0;
-    for (int i = common; i < q->ids.len; i++) ids_append(&d->cached, q->ids.id[i]);
-    d->sampler->rng = q->sampler->rng;
-    for (int i = 0; i < n; i++) {
-        int id = sampler_pick(d->sampler, d->session->logits, d->cached.id, d->cached.len);
-        if (id < 0) die("%s: the logits are not finite numbers: the weights are broken", d->model->path);
-        draft[i] = id;
-        if (i == n - 1) break;
-        ids_append(&d->cached, id);
-        forward(d->session, &(Row){id, d->cached.len - 1, 0, true}, 1);
+    uint32_t c, low;
+    if (j->at == j->end || *j->at++ != 'u') return json_wrong(j, "expected one of \"\\/bfnrtu after a backslash");
+    if (!json_hex(j, &c)) return false;
+    if (c >= 0xD800 && c < 0xDC00 && j->end - j->at >= 2 && !memcmp(j->at, "\\u", 2)) {
+        const char *second = j->at;
+        j->at += 2;
+        if (!json_hex(j, &low)) return false;
+        if (low >= 0xDC00 && low < 0xE000) c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
+        else j->at = second; // another character
     }
-    return n;
+    append_utf8(out, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
+    return true;
 }
 
-// --- the step
-
-// Make room: keep the first tokens and the newest half of the context, to be computed again where they now stand.
-static void sequence_slide(Sequence *q, int n_ctx) {
-    int sinks = min_int(SINKS, n_ctx / 4), newest = max_int(1, n_ctx / 2);
-    memmove(q->ids.id + sinks, q->ids.id + q->ids.len - newest, (size_t)newest * sizeof *q->ids.id);
-    q->ids.len = sinks + newest;
-    q->n_cached = q->n_prompt = 0;
-}
-
-// Draft what may follow, for at most `room` rows. Returns how many tokens that are.
-static int sequence_draft(Engine *e, Sequence *q, int room) {
-    int n = min_int(e->n_draft, room);
-    n = min_int(n, q->max_new - q->n_made - 1);     // the step makes one more than it accepts
-    n = min_int(n, e->session->n_ctx - q->ids.len); // each needs a position
-    if (n <= 0) return 0;
-    return e->draft ? draft_from_model(e->draft, q, n, q->draft) : draft_from_context(&q->ids, n, q->draft);
-}
-
-// The rows with which a sequence goes on, at most `room`: what the cache lacks of it, then drafts. Returns how many of
-// them want logits.
-static int sequence_plan(Engine *e, Sequence *q, Row *rows, int room) {
-    int missing = q->ids.len - q->n_cached, n = min_int(missing, room), wanted = 0;
-    q->n_draft = n == missing ? sequence_draft(e, q, room - n) : 0;
-    q->n_rows = n + q->n_draft;
-    for (int i = 0; i < q->n_rows; i++) {
-        int pos = q->n_cached + i, token = i < n ? q->ids.id[pos] : q->draft[i - n];
-        bool scored = q->echo && q->n_top >= 0 && pos + 1 < q->n_prompt;
-        rows[i] = (Row){token, pos, q->place, i >= missing - 1 || scored};
-        wanted += rows[i].want_logits;
+// A string, in place of what `out` holds.
+static bool json_read_string(Json *j, Text *out) {
+    out->len = 0;
+    if (!json_is(j, "\"")) return json_wrong(j, "expected a string");
+    while (j->at < j->end && *j->at != '"') {
+        if ((unsigned char)*j->at < 0x20) return json_wrong(j, "a control character in a string");
+        if (*j->at == '\\') {
+            j->at++;
+            if (!json_escape(j, out)) return false;
+        } else text_append(out, j->at++, 1);
     }
-    return wanted;
+    return json_expect(j, "\"");
 }
 
-// Sample the next token and take it in. logits: [vocab]
-static void sequence_sample(const Engine *e, Sequence *q, float *logits) {
-    int id = sequence_pick(e, q, logits, q->ids.len);
-    q->n_made++;
-    if (!q->ignores_eos && tokenizer_stops(e->tokenizer, id)) {
-        sequence_finish(q, FINISH_STOP);
-        return;
+enum { JSON_NUMBER = 64 };
+
+// A number as it stands there. Ref: RFC 8259, section 6.
+static bool json_read_number(Json *j, char number[JSON_NUMBER]) {
+    static const char digits[] = "0123456789";
+    json_is(j, ""); // skips space
+    const char *begin = j->at;
+    json_skip(j, "-", 1);
+    bool zero = json_skip(j, "0", 1), more = json_skip(j, digits, INT_MAX), good = zero != more; // 0, or no 0 first
+    if (json_skip(j, ".", 1)) good &= json_skip(j, digits, INT_MAX) > 0;
+    if (json_skip(j, "eE", 1)) {
+        json_skip(j, "+-", 1);
+        good &= json_skip(j, digits, INT_MAX) > 0;
     }
-    if (q->n_top >= 0) sequence_score(q, logits, id);
-    if (q->keeps) ids_append(&q->kept, id);
-    ids_append(&q->ids, id);
-    decoder_push(&q->decoder, e->tokenizer, id, &q->held);
-    if (sequence_show(q, false)) {
-        q->done = true;
-        q->finish = FINISH_STOP;
-    } else if (q->n_made == q->max_new) sequence_finish(q, FINISH_LENGTH);
+    size_t n = (size_t)(j->at - begin);
+    if (!good || n >= JSON_NUMBER) return json_wrong(j, "expected a number");
+    memcpy(number, begin, n);
+    number[n] = 0;
+    return true;
 }
 
-// The tokens that a step has made arrived together: each gets its share of the time. Those of the first step were not
-// waited for one by one.
-static void sequence_time(Sequence *q, int made) {
-    Timing *t = &q->timing;
-    double now = seconds();
-    if (made == q->n_made) t->first = now;
-    else
-        for (int i = 0; i < made; i++) t->latency[t->n++ % LATENCIES] = (now - t->last) / made;
-    t->last = now;
-    t->n_made = q->n_made;
-    t->n_steps++;
-}
-
-// Take in what forward found for a sequence.
-static void sequence_advance(const Engine *e, Sequence *q) {
-    size_t stride = e->session->vocab_stride;
-    float *logits = e->session->logits + (size_t)q->first_logits * stride;
-    int n = q->n_rows - q->n_draft, made = q->n_made;
-    for (int i = 1; i <= n && q->echo && q->n_top >= 0 && q->n_cached + i < q->n_prompt; i++, logits += stride)
-        sequence_score_prompt(e, q, logits, q->n_cached + i);
-    q->n_cached += n;
-    if (!made) q->timing.n_prompt += n;
-    if (!made && q->streams) show_progress("reading the prompt, tokens", q->n_cached, q->ids.len, q->timing.start);
-    if (q->n_cached < q->ids.len) return;
-    if (!q->timing.prefilled) q->timing.prefilled = seconds();
-    if (q->max_new == 0) sequence_finish(q, FINISH_LENGTH);
-    for (int i = 0; !q->done; i++, logits += stride) {
-        sequence_sample(e, q, logits);
-        if (q->done || i == q->n_draft || q->ids.id[q->ids.len - 1] != q->draft[i]) break;
-        q->n_cached++; // this draft was right, so its row is
-        q->timing.n_accepted++;
+// The name of the next member of the object that the line is; its value comes next. Returns false where there is none:
+// the object and the line have ended, or something is wrong.
+static bool json_next_member(Json *j, Text *name) {
+    bool more = j->at == j->begin ? json_expect(j, "{") && !json_is(j, "}")
+                                  : json_is(j, ",") || (!json_is(j, "}") && json_wrong(j, "expected , or }"));
+    if (!more) {
+        json_is(j, ""); // skips space
+        return j->at < j->end && json_wrong(j, "something follows the object");
     }
-    q->timing.n_drafted += q->n_draft;
-    if (q->n_made > made) sequence_time(q, q->n_made - made);
+    if (!json_read_string(j, name) || !json_expect(j, ":")) return false;
+    if (name->len && memchr(name->data, 0, name->len))
+        return json_wrong(j, "a name with a zero byte is not known here");
+    text_append(name, "", 1); // ends it
+    return true;
 }
 
-// Take n sequences a step further, with one forward: those that decode, then as much of the prompts as there is room for,
-// in their order.
-static void step(Engine *e, Sequence *const *all, int n) {
-    Session *s = e->session;
-    int n_rows = 0, n_logits = 0;
-    for (int i = 0; i < n; i++) {
-        if (all[i]->ids.len > s->n_ctx) sequence_slide(all[i], s->n_ctx);
-        all[i]->n_rows = 0;
+// --- the lines of a file
+
+typedef struct {
+    Text text;
+    size_t at;  // how far it has been read
+    int number; // of the line read last, from 1
+} Lines;
+
+// The next line that is not blank. Returns false at the end.
+static bool lines_next(Lines *l, String *line) {
+    if (l->at == 0 && l->text.len >= 3 && !memcmp(l->text.data, "\xEF\xBB\xBF", 3)) l->at = 3; // a byte order mark
+    while (l->at < l->text.len) {
+        line->text = l->text.data + l->at;
+        const char *end = memchr(line->text, '\n', l->text.len - l->at);
+        line->len = end ? (size_t)(end - line->text) : l->text.len - l->at;
+        l->at += line->len + 1;
+        l->number++;
+        if (line->len > 0 && line->text[line->len - 1] == '\r') line->len--; // of a file from Windows
+        size_t space = 0;
+        while (space < line->len && isspace((unsigned char)line->text[space])) space++;
+        if (space < line->len) return true;
     }
-    for (int reading = 0; reading < 2; reading++)
-        for (int i = 0; i < n; i++) {
-            Sequence *q = all[i];
-            if ((q->ids.len - q->n_cached > 1) != reading) continue;
-            q->first_logits = n_logits;
-            n_logits += sequence_plan(e, q, s->rows + n_rows, s->max_rows - n_rows);
-            n_rows += q->n_rows;
-        }
-    forward(s, s->rows, n_rows);
-    e->n_rows += n_rows;
-#pragma omp parallel for num_threads(e->n_threads) schedule(dynamic) if (n > 1)
-    for (int i = 0; i < n; i++)
-        if (all[i]->n_rows) sequence_advance(e, all[i]);
-}
-
-// A sequence that is alone, to its end or Ctrl-C.
-static void sequence_run(Engine *e, Sequence *q) {
-    q->timing.start = seconds();
-    while (!q->done && !interrupted) step(e, &q, 1);
-    if (!q->timing.prefilled) q->timing.prefilled = seconds(); // as far as it got
-    if (!q->done) sequence_finish(q, FINISH_INTERRUPTED);
+    return false;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §18 Generation
+// §21 Generation
 //
-// From here on: what a user can ask for. Each mode is a function from the options of §24 to an exit code. Generated text
+// Options and prompt in, text or JSON out. Each mode is a function from the options to an exit code. Generated text
 // goes to stdout, everything else to stderr.
-
-typedef struct {
-    const char *checkpoint, *tokenizer, *mode, *prompt, *file, *output, *kv, *system, *template, *session;
-    const char *draft, *on_full, *rope_scaling;
-    double temperature, top_p, min_p, repeat_penalty, rope_factor;
-    int top_k, n_tokens, context, threads, chunk, window, stride, batch, logprobs, lookup, n_draft;
-    uint64_t seed;
-    bool seed_given, no_bos, special, stats, json, think, no_think, echo, ignore_eos, unordered, resume, help, man,
-        version;
-    const char **stops;
-    int n_stops;
-} Options;
 
 static void on_interrupt(int signal_number) {
     (void)signal_number;
@@ -5108,26 +5037,13 @@ static bool stdin_is_redirected(void) {
 // that nobody means as part of the prompt: one is dropped from a file or stream unless `exact`.
 static Text read_prompt(const Options *o, bool exact) {
     Text text = {0};
-    if (o->prompt) {
-        text_append(&text, o->prompt, strlen(o->prompt));
-        return text;
-    }
-    if (o->file) text = read_text_file(o->file);
-    else if (stdin_is_redirected()) text = read_text_file("-");
-    if (!exact && text.len > 0 && text.data[text.len - 1] == '\n') text.len--;
+    if (o->prompt) text_string(&text, o->prompt);
+    else if (o->file || stdin_is_redirected()) text = read_text_file(o->file ? o->file : "-");
+    if (!o->prompt && !exact && text.len > 0 && text.data[text.len - 1] == '\n') text.len--;
     return text;
 }
 
 enum { TINY_MODEL = 4 << 20, SCORED_ROWS = 32 }; // bytes read per token; rows whose logits are held at a time
-
-static int choose_threads(const Options *o) {
-#ifdef _OPENMP
-    return o->threads ? o->threads : default_threads();
-#else
-    (void)o;
-    return default_threads();
-#endif
-}
 
 // `option` is what asks for n positions.
 static void note_long_context(const char *option, int n, const Config *c) {
@@ -5138,13 +5054,12 @@ static void note_long_context(const char *option, int n, const Config *c) {
 
 // The type of the key/value cache: --kv, else what suits the weights (§6).
 static Type choose_kv_type(const Options *o, const Model *m) {
-    if (!o->kv) return m->layers[0].q.type == F32 ? F32 : F16;
-    return !strcmp(o->kv, "f32") ? F32 : !strcmp(o->kv, "f16") ? F16 : I8;
+    static const Type kv_types[] = {F32, F16, I8}; // of kv_words
+    if (o->kv >= 0) return kv_types[o->kv];
+    return m->layers[0].q.type == F32 ? F32 : F16;
 }
 
-static const char *kv_name(Type type) {
-    return type == I8 ? "q8" : type_name(type);
-}
+static const char *kv_name(Type type) { return type == I8 ? "q8" : type_name(type); }
 
 static int choose_context(const Options *o, const Config *c) {
     note_long_context("--context", o->context, c);
@@ -5162,15 +5077,14 @@ static Tokenizer *choose_tokenizer(const Options *o, const Checkpoint *checkpoin
 
 // --rope-scaling and --rope-factor, in place of what the file says.
 static void choose_rope(const Options *o, Model *m) {
-    if (!o->rope_scaling) return;
-    bool linear = !strcmp(o->rope_scaling, "linear"), yarn = !strcmp(o->rope_scaling, "yarn");
-    rope_stretch(m, linear ? ROPE_LINEAR : yarn ? ROPE_YARN : ROPE_NTK, o->rope_factor);
+    static const RopeScaling scalings[] = {ROPE_LINEAR, ROPE_NTK, ROPE_YARN}; // of rope_words
+    if (o->rope_scaling >= 0) rope_stretch(m, scalings[o->rope_scaling], o->rope_factor);
 }
 
 static void engine_load(Engine *e, const Options *o, bool with_tokenizer) {
     double start = seconds();
     if (!o->checkpoint)
-        die_usage("expected a checkpoint, as in: run model.bin -i \"Once upon a time\" (run -h for help)");
+        die_usage("expected a checkpoint, as in: run model.gguf -i \"Once upon a time\" (run -h for help)");
     e->n_threads = choose_threads(o);
     Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
     if (with_tokenizer) e->tokenizer = choose_tokenizer(o, checkpoint);
@@ -5201,7 +5115,7 @@ static void check_draft_vocabulary(const Engine *e, const Tokenizer *other, cons
 }
 
 // The model of --draft, with a cache for as long a context.
-static Draft *draft_open(const Options *o, const Engine *e, Sampling sampling) {
+static Draft *draft_open(const Options *o, const Engine *e) {
     Draft *d = alloc(1, sizeof *d, "draft");
     Checkpoint *checkpoint = checkpoint_open(o->draft);
     Tokenizer *other = has_tokenizer(checkpoint) ? tokenizer_load(checkpoint) : NULL;
@@ -5210,26 +5124,22 @@ static Draft *draft_open(const Options *o, const Engine *e, Sampling sampling) {
     choose_rope(o, d->model);
     check_draft_vocabulary(e, other, d->model);
     if (other) tokenizer_free(other);
-    d->sampler = sampler_open(sampling, 0, d->model->config.vocab_size);
+    d->sampler = sampler_open(o->sampling, 0, d->model->config.vocab_size);
     d->session = session_open(d->model, choose_kv_type(o, d->model), e->session->n_ctx, 1,
                               min_int(o->chunk, e->session->n_ctx), 1, e->n_threads);
     return d;
-}
-
-static Sampling choose_sampling(const Options *o) {
-    return (Sampling){(float)o->temperature, (float)o->top_p, (float)o->min_p, (float)o->repeat_penalty, o->top_k};
 }
 
 // Room for n_seqs sequences, whose prompts are run in chunks. longest: of the prompts.
 static void engine_open(Engine *e, const Options *o, int n_ctx, int n_seqs, int longest) {
     bool scores_prompts = o->echo && o->logprobs >= 0; // logits for each row, so fewer rows
     e->n_draft = o->draft ? o->n_draft : o->lookup;
-    e->slides = !strcmp(o->on_full, "slide");
+    e->slides = o->on_full == ON_FULL_SLIDE;
     int chunk = min_int(scores_prompts ? min_int(o->chunk, SCORED_ROWS) : o->chunk, e->slides ? n_ctx : longest);
     int least = n_seqs * (1 + e->n_draft), rows = max_int(least, chunk + e->n_draft);
     e->session = session_open(e->model, choose_kv_type(o, e->model), n_ctx, n_seqs, rows, scores_prompts ? rows : least,
                               e->n_threads);
-    if (o->draft) e->draft = draft_open(o, e, choose_sampling(o));
+    if (o->draft) e->draft = draft_open(o, e);
 }
 
 static void engine_free(Engine *e) {
@@ -5252,15 +5162,13 @@ static void encode_prompt(const Options *o, const Tokenizer *t, const char *text
     tokenizer_encode(t, text, len, o->special, ids);
 }
 
-// What is to become of a sequence whose prompt is in q->ids, as the options say. n_tokens: as many may be made; 0: until
-// the context is full; below 0: the default.
-static void sequence_begin(const Options *o, const Engine *e, Sequence *q, int n_tokens) {
-    int n_ctx = e->session->n_ctx, n = q->ids.len, wanted = n_tokens < 0 ? 256 : n_tokens;
+// What is to become of a sequence whose prompt is in q->ids, as the options say.
+static void sequence_begin(const Options *o, const Engine *e, Sequence *q) {
+    int n_ctx = e->session->n_ctx, n = q->ids.len, wanted = o->n_tokens < 0 ? 256 : o->n_tokens;
     assert(n > 0 && n <= n_ctx);
-    // The token made last needs no position. llama2.c counts the prompt's tokens as steps, all but BOS.
-    int room = e->slides ? INT_MAX : n_ctx - n + 1;
-    q->max_new = room;
-    if (wanted) q->max_new = max_int(0, min_int(room, wanted - (e->model->counts_prompt ? n - 1 : 0)));
+    q->max_new = e->slides ? INT_MAX : n_ctx - n + 1; // the token made last needs no position
+    // llama2.c counts the prompt's tokens as steps, all but BOS.
+    if (wanted) q->max_new = max_int(0, min_int(q->max_new, wanted - (e->model->counts_prompt ? n - 1 : 0)));
     q->n_prompt = n;
     q->n_top = min_int(o->logprobs, e->model->config.vocab_size);
     q->echo = o->echo;
@@ -5273,69 +5181,45 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// The most memory that this process had at a time. (On Linux from /proc: what getrusage says there may be the peak of
-// the process that started this one.)
-static double peak_memory_mib(void) {
-    FILE *status = fopen("/proc/self/status", "r");
-    char line[256];
-    double kib = 0;
-    while (status && fgets(line, sizeof line, status))
-        if (sscanf(line, "VmHWM: %lf", &kib) == 1) break;
-    if (status) fclose(status);
-    if (kib > 0) return kib / 1024;
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return (double)usage.ru_maxrss / (1 << 20); // bytes on macOS
+static void print_load(const Engine *e) {
+    fprintf(stderr, "load             %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
+            e->n_threads == 1 ? "" : "s");
 }
 
-// What the cache takes where it is full, and for each token.
-static void print_cache_memory(const Session *s) {
+// What the cache takes for each token, and where it is full; what the process took at most; and, last, the seed.
+static void print_memory(const Engine *e, uint64_t seed) {
+    const Session *s = e->session;
     double per_token = (double)cache_token_bytes(&s->model->config, s->kv_type);
     double all = per_token * min_int(s->n_slots, s->n_ctx) * s->n_seqs;
     fprintf(stderr, "KV cache         %s, %.0f bytes per token, at most %.1f MiB\n", kv_name(s->kv_type), per_token,
             all / (1 << 20));
+    fprintf(stderr, "peak memory      %.0f MiB\nseed             %llu\n", peak_memory_mib(), (unsigned long long)seed);
+}
+
+static void print_speculation(long long made, long long steps, long long accepted, long long drafted) {
+    fprintf(stderr, "speculation      %.2f tokens per step, %lld of %lld drafts accepted\n",
+            (double)made / (double)steps, accepted, drafted);
 }
 
 static void print_stats(const Engine *e, Timing *t, uint64_t seed) {
     int n = min_int(t->n, LATENCIES);
-    fprintf(stderr, "load             %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
-            e->n_threads == 1 ? "" : "s");
+    print_load(e);
     fprintf(stderr, "prefill          %.1f tokens/s (%d tokens)\n", t->n_prompt / (t->prefilled - t->start),
             t->n_prompt);
     if (t->first > 0)
         fprintf(stderr, "first token      after %.1f ms (time to first token)\n", (t->first - t->start) * 1e3);
-    if (t->n > 0) {
+    if (n > 0) {
         qsort(t->latency, (size_t)n, sizeof *t->latency, compare_doubles);
         double median = t->latency[n / 2], p99 = t->latency[(n - 1) * 99 / 100];
         fprintf(stderr, "decode           %.1f tokens/s (%d tokens)\n", t->n / (t->last - t->first), t->n);
         fprintf(stderr, "inter-token      median %.2f ms, p99 %.2f ms\n", median * 1e3, p99 * 1e3);
-        if (e->n_draft)
-            fprintf(stderr, "speculation      %.2f tokens per step, %d of %d drafts accepted\n",
-                    (double)t->n_made / t->n_steps, t->n_accepted, t->n_drafted);
+        if (e->n_draft) print_speculation(t->n_made, t->n_steps, t->n_accepted, t->n_drafted);
         else fprintf(stderr, "weights read     %.1f GB/s\n", (double)model_bytes_per_token(e->model) / median / 1e9);
     }
-    print_cache_memory(e->session);
-    fprintf(stderr, "peak memory      %.0f MiB\n", peak_memory_mib());
-    fprintf(stderr, "seed             %llu\n", (unsigned long long)seed);
+    print_memory(e, seed);
 }
 
 // --- JSON
-
-// A text as a JSON string. Bytes that are no UTF-8 become U+FFFD.
-static void json_string(Text *out, const char *text, size_t n) {
-    text_append(out, "\"", 1);
-    for (size_t i = 0; i < n;) {
-        unsigned char c = (unsigned char)text[i];
-        int len = utf8_scan(text + i, n - i);
-        if (len <= 0) text_format(out, "\\ufffd");
-        else if (c == '"' || c == '\\') text_format(out, "\\%c", c);
-        else if (c == '\n') text_format(out, "\\n");
-        else if (c < 32) text_format(out, "\\u%04x", c);
-        else text_append(out, text + i, (size_t)len);
-        i += (size_t)max_int(1, len);
-    }
-    text_append(out, "\"", 1);
-}
 
 // A log-probability. That of what was cut off, or cannot be known, is null.
 static void json_logprob(Text *out, const char *name, float logprob) {
@@ -5343,37 +5227,35 @@ static void json_logprob(Text *out, const char *name, float logprob) {
     else text_format(out, ", \"%s\": null", name);
 }
 
-static void json_score(Text *out, const Tokenizer *t, Score score) {
-    text_format(out, "{\"id\": %d, \"text\": ", score.id);
+static void json_score(Text *out, const Tokenizer *t, Score score, bool first) {
+    text_format(out, "%s{\"id\": %d, \"text\": ", first ? "" : ", ", score.id);
     json_string(out, t->pieces[score.id].text, (size_t)t->pieces[score.id].len);
     json_logprob(out, "logprob", score.logprob);
     json_logprob(out, "sampled_logprob", score.sampled);
 }
 
-// A list with an entry for each kept token: how likely it was, and the n_top most likely in its place.
+// A list with an entry for each kept token: how likely it was, and the n_top most likely at that position.
 static void json_scores(Text *out, const Tokenizer *t, const Sequence *q) {
-    text_format(out, ", \"logprobs\": [");
+    text_string(out, ", \"logprobs\": [");
     for (int i = 0; i < q->n_scores; i += 1 + q->n_top) {
-        if (i) text_format(out, ", ");
-        json_score(out, t, q->scores[i]);
-        text_format(out, ", \"top\": [");
+        json_score(out, t, q->scores[i], i == 0);
+        text_string(out, ", \"top\": [");
         for (int j = 1; j <= q->n_top && q->scores[i + j].id >= 0; j++) {
-            if (j > 1) text_format(out, ", ");
-            json_score(out, t, q->scores[i + j]);
-            text_format(out, "}");
+            json_score(out, t, q->scores[i + j], j == 1);
+            text_string(out, "}");
         }
-        text_format(out, "]}");
+        text_string(out, "]}");
     }
-    text_format(out, "]");
+    text_string(out, "]");
 }
 
-// What has become of a sequence: the members of an object, and its end. In a batch, where "id" is something else, the ids
-// are its "tokens", and what is the same for all is left out.
+// What has become of a sequence: the members of an object, and its end. In a batch, where "id" is something else, the
+// ids are its "tokens", and what is the same for all is left out.
 static void json_sequence(Text *out, const Options *o, const Engine *e, const Sequence *q, bool in_batch,
                           uint64_t seed) {
     static const char *const reasons[] = {"stop", "length", "interrupt"};
     const Timing *t = &q->timing;
-    text_format(out, "\"text\": ");
+    text_string(out, "\"text\": ");
     json_string(out, q->text.data, q->text.len);
     text_format(out, ", \"%s\": [", in_batch ? "tokens" : "ids");
     for (int i = 0; i < q->kept.len; i++) text_format(out, i ? ", %d" : "%d", q->kept.id[i]);
@@ -5391,13 +5273,13 @@ static void json_sequence(Text *out, const Options *o, const Engine *e, const Se
             text_format(out, ", \"steps\": %d, \"drafted_tokens\": %d, \"accepted_tokens\": %d", t->n_steps,
                         t->n_drafted, t->n_accepted);
     }
-    text_format(out, "}\n");
+    text_string(out, "}\n");
 }
 
 // --json: one object on one line.
 static void print_json(const Options *o, const Engine *e, const Sequence *q, uint64_t seed) {
     Text line = {0};
-    text_append(&line, "{", 1);
+    text_string(&line, "{");
     json_sequence(&line, o, e, q, false, seed);
     write_out(line.data, line.len);
     free(line.data);
@@ -5418,9 +5300,9 @@ static int mode_generate(const Options *o) {
     int n_ctx = choose_context(o, &e.model->config);
     if (q.ids.len > n_ctx) die("the prompt has %d tokens, but the context holds %d (--context N)", q.ids.len, n_ctx);
     engine_open(&e, o, n_ctx, 1, q.ids.len);
-    sequence_begin(o, &e, &q, o->n_tokens);
+    sequence_begin(o, &e, &q);
     uint64_t seed = choose_seed(o);
-    q.sampler = sampler_open(choose_sampling(o), seed, e.model->config.vocab_size);
+    q.sampler = sampler_open(o->sampling, seed, e.model->config.vocab_size);
     if (q.streams) write_out(prompt.data, prompt.len);
     else if (q.echo) sequence_keep_prompt(&q, prompt.data, prompt.len);
     catch_interrupt();
@@ -5437,15 +5319,13 @@ static int mode_generate(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §19 Inspection
+// §22 Inspection
 //
 // What a text is to a tokenizer, what a checkpoint holds, and how well a model knows a text.
 
 // --- tokenize: the ids of a text, on one line
 
 static int mode_tokenize(const Options *o) {
-    if (!o->prompt && !o->file && !stdin_is_redirected())
-        die_usage("tokenize: expected a text in --prompt, --file or standard input");
     Checkpoint *checkpoint = o->checkpoint && !o->tokenizer ? checkpoint_open(o->checkpoint) : NULL;
     Tokenizer *t = choose_tokenizer(o, checkpoint);
     if (checkpoint) checkpoint_close(checkpoint);
@@ -5453,11 +5333,8 @@ static int mode_tokenize(const Options *o) {
     Ids ids = {0};
     if (t->add_bos && !o->no_bos) ids_append(&ids, t->bos);
     tokenizer_encode(t, text.data, text.len, o->special, &ids);
-    for (int i = 0; i < ids.len; i++) {
-        char number[16];
-        text_append(&line, number, (size_t)snprintf(number, sizeof number, i ? " %d" : "%d", ids.id[i]));
-    }
-    text_append(&line, "\n", 1);
+    for (int i = 0; i < ids.len; i++) text_format(&line, i ? " %d" : "%d", ids.id[i]);
+    text_string(&line, "\n");
     write_out(line.data, line.len);
     free(line.data);
     free(ids.id);
@@ -5469,22 +5346,23 @@ static int mode_tokenize(const Options *o) {
 // --- info: what a checkpoint holds
 
 // One line for a matrix, or for that of all layers: its type in the first, its size in all.
-static void print_matrix(const char *name, const Matrix *w, int copies, double bytes) {
-    char group[64] = "";
-    if (is_quantized(w->type))
-        snprintf(group, sizeof group, ", groups of %d, %s scales%s", w->group, type_name(w->scale_type),
-                 w->mins ? " and minima" : "");
-    printf("  %-10s %4d x [%d, %d] %s%s, %.1f MiB\n", name, copies, w->rows, w->cols, type_name(w->type), group,
-           bytes / (1 << 20));
+static void print_matrix(const Model *m, const Tensor *t) {
+    const Matrix *w = tensor_matrix(m, t, 0);
+    int copies = tensor_copies(m, t);
+    double bytes = 0;
+    if (!w || (w == &m->output && m->tied)) return;
+    for (int l = 0; l < copies; l++) bytes += (double)matrix_bytes(tensor_matrix(m, t, l));
+    printf("  %-10s %4d x [%d, %d] %s", t->field, copies, w->rows, w->cols, type_name(w->type));
+    if (w->scales) printf(", groups of %d, %s scales", w->group, type_name(w->scale_type));
+    if (w->mins) printf(" and minima");
+    printf(", %.1f MiB\n", bytes / (1 << 20));
 }
 
 static void print_tokenizer(const Tokenizer *t) {
     printf("tokenizer       %s, %d pieces", strcmp(t->model, "gpt2") ? "sentencepiece-style BPE" : "byte-level BPE",
            t->n_pieces);
     if (t->pre[0]) printf(", pre-tokenizer %s", t->pre);
-    printf("\nBOS             ");
-    if (t->bos < 0) printf("none");
-    else printf("%d%s", t->bos, t->add_bos ? "" : ", not added");
+    printf(t->bos < 0 ? "\nBOS             none" : "\nBOS             %d%s", t->bos, t->add_bos ? "" : ", not added");
     printf("\nstop ids       ");
     for (int i = 0; i < t->n_stop_ids; i++) printf(" %d", t->stop_ids[i]);
     printf("\nchat template   %s\n", t->chat_template ? "yes" : "none");
@@ -5493,10 +5371,8 @@ static void print_tokenizer(const Tokenizer *t) {
 static void print_config(const Model *m) {
     static const char *const scalings[] = {"", ", stretched linearly", ", stretched by YaRN", ", stretched NTK-aware"};
     const Config *c = &m->config;
-    printf("dim             %d\nhidden_dim      %d\nn_layers        %d\n", c->dim, c->hidden_dim, c->n_layers);
-    printf("n_heads         %d\nn_kv_heads      %d\nhead_dim        %d\n", c->n_heads, c->n_kv_heads, c->head_dim);
-    printf("vocab_size      %d\ntrained context %d\n", c->vocab_size, c->n_ctx_train);
-    if (c->sliding_window) printf("sliding window  %d\n", c->sliding_window);
+    for (int i = 0; i < N_HYPERPARAMETERS; i++)
+        if (*hyperparameter(c, i)) printf("%-15s %d\n", hyperparameters[i].name, *hyperparameter(c, i));
     printf("norm epsilon    %g\nRoPE base       %g%s", (double)c->norm_eps, c->rope_base, scalings[c->rope_scaling]);
     if (c->rope_scaling) printf(" by %g from %d", c->rope_factor, c->rope_n_ctx);
     printf("\noutput          %s\n", m->tied ? "tied to the embedding" : "separate");
@@ -5506,50 +5382,45 @@ static void print_sizes(const Model *m, Type kv_type, int n_ctx, int chunk) {
     const Config *c = &m->config;
     double per_token = (double)cache_token_bytes(c, kv_type);
     int slots = min_int(n_ctx, cache_slots(c, n_ctx, chunk));
-    double weights = (double)model_bytes_per_token(m) + (m->tied ? 0 : (double)matrix_bytes(&m->embed));
-    printf("weights         %.1f MiB in memory, %.1f MiB read for each token\n", weights / (1 << 20),
-           (double)model_bytes_per_token(m) / (1 << 20));
+    double read = (double)model_bytes_per_token(m), weights = read + (m->tied ? 0 : (double)matrix_bytes(&m->embed));
+    printf("weights         %.1f MiB in memory, %.1f MiB read for each token\n", weights / (1 << 20), read / (1 << 20));
     printf("KV cache        %.0f bytes per token (%s), %.1f MiB for a context of %d", per_token, kv_name(kv_type),
            per_token * slots / (1 << 20), n_ctx);
     if (slots < n_ctx) printf(" (a ring of %d)", slots);
     printf("\n");
-    static const char *const names[LAYER_MATRICES] = {"q", "k", "v", "o", "gate", "up", "down"};
     printf("matrices        types are those of the first layer, sizes of all\n");
-    print_matrix("embed", &m->embed, 1, (double)matrix_bytes(&m->embed));
-    for (int i = 0; i < LAYER_MATRICES; i++) {
-        double bytes = 0;
-        for (int l = 0; l < c->n_layers; l++) bytes += (double)matrix_bytes(layer_matrix(m, l, i));
-        print_matrix(names[i], layer_matrix(m, 0, i), c->n_layers, bytes);
-    }
-    if (!m->tied) print_matrix("output", &m->output, 1, (double)matrix_bytes(&m->output));
+    for (const Tensor *t = tensors; t < tensors + N_TENSORS; t++) print_matrix(m, t);
+}
+
+// A line with a text from the file. None where it is empty.
+static void print_text(const char *name, String value) {
+    char text[96];
+    if (!value.len) return;
+    snprintf(text, sizeof text, "%.*s", shown(value), value.text);
+    printf("%-15s ", name);
+    print_escaped(stdout, text);
+    printf("\n");
 }
 
 static int mode_info(const Options *o) {
-    if (!o->checkpoint) die_usage("info: expected a checkpoint, as in: run model.bin -m info");
+    if (!o->checkpoint) die_usage("info: expected a checkpoint, as in: run model.gguf -m info");
     Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
+    const Gguf *g = checkpoint->gguf;
     Tokenizer *t = has_tokenizer(checkpoint) ? tokenizer_load(checkpoint) : NULL;
     printf("file            %s\n", o->checkpoint);
-    if (checkpoint->gguf && !checkpoint->gguf->n_tensors) {
-        String arch = gguf_string(checkpoint->gguf, "general.architecture");
-        char name[96];
-        snprintf(name, sizeof name, "%.*s", shown(arch), arch.text);
-        printf("format          GGUF version %d, a vocabulary alone\narchitecture    ", checkpoint->gguf->version);
-        print_escaped(stdout, name);
-        printf("\n");
-        print_tokenizer(t);
-    } else {
-        Model *m = model_load(checkpoint, choose_threads(o));
+    Model *m = g && !g->n_tensors ? NULL : model_load(checkpoint, choose_threads(o));
+    if (m) {
         choose_rope(o, m);
         printf("format          %s\n", m->format);
-        if (m->name[0]) printf("name            ");
-        print_escaped(stdout, m->name);
-        if (m->name[0]) printf("\n");
+        print_text("name", (String){m->name, strlen(m->name)});
         print_config(m);
-        if (t) print_tokenizer(t);
-        print_sizes(m, choose_kv_type(o, m), choose_context(o, &m->config), o->chunk);
-        model_free(m);
+    } else {
+        printf("format          GGUF version %d, a vocabulary alone\n", g->version);
+        print_text("architecture", g->arch);
     }
-    write_out("", 0);
+    if (t) print_tokenizer(t);
+    if (m) print_sizes(m, choose_kv_type(o, m), choose_context(o, &m->config), o->chunk);
+    if (m) model_free(m);
     if (t) tokenizer_free(t);
     checkpoint_close(checkpoint);
     return 0;
@@ -5557,10 +5428,10 @@ static int mode_info(const Options *o) {
 
 // --- perplexity: how surprised a model is by a text
 //
-// perplexity = exp(mean of -log p(token | what stands before it)). A text longer than the window is cut into windows
+// perplexity = exp(mean of -log p(token | what is before it)). A text longer than the window is cut into windows
 // that overlap: each begins with BOS and holds window - 1 tokens of text, the next starts `stride` tokens later, and
 // in each only those tokens count that no earlier window has scored. So every token counts once, with some context
-// before it. A model without BOS has the token before the window in its place, and does not score the first of the
+// before it. A model without BOS reads the token before the window instead, and does not score the first one of the
 // text.
 
 typedef struct {
@@ -5568,7 +5439,7 @@ typedef struct {
     size_t n, bytes;            // tokens scored, and the bytes they stand for
 } Surprise;
 
-// Score the tokens of one window, ids[0..n) behind `lead`, from index `first` on.
+// Score the tokens of one window, `lead` and after it ids[0..n), from index `first` on.
 static void score_window(Engine *e, int lead, const int *ids, int n, int first, Surprise *total) {
     Row rows[SCORED_ROWS];
     for (int done = 0; done < n && !interrupted;) { // row i holds the token before ids[i] and predicts ids[i]
@@ -5603,8 +5474,6 @@ static void print_perplexity(const Surprise *total, int window, int stride) {
 }
 
 static int mode_perplexity(const Options *o) {
-    if (!o->prompt && !o->file && !stdin_is_redirected())
-        die_usage("perplexity: expected a text in --file, --prompt or standard input");
     Engine e = {0};
     engine_load(&e, o, true);
     int window = o->window ? o->window : min_int(512, e.model->config.n_ctx_train);
@@ -5630,7 +5499,6 @@ static int mode_perplexity(const Options *o) {
     }
     if (bos && e.tokenizer->space_prefix && total.bytes) total.bytes--; // the space in front is not of the text
     if (total.n) print_perplexity(&total, window, stride);
-    write_out("", 0);
     free(text.data);
     free(ids.id);
     engine_free(&e);
@@ -5638,23 +5506,35 @@ static int mode_perplexity(const Options *o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §20 Chat
+// §23 Chat
 //
-// A conversation: messages in, answers out. For every answer the whole conversation is rendered to ids (§15); of these
-// the cache already holds a common prefix, and only what follows is run through the model. So a turn costs its own
-// tokens, whatever was changed (a new system prompt, a turn taken back) costs what comes after it, and there is no other
-// state to keep in step.
+// A conversation: messages in, answers out. For every answer the conversation is rendered to ids (§18); of these the
+// cache already holds a common prefix, and only what follows is run through the model. So a turn costs its own tokens,
+// whatever was changed (a new system prompt, a turn taken back) costs what comes after it, and there is no other state
+// to keep in step.
+//
+// A SESSION is a conversation in a file, JSON Lines in the order in which things happened:
+//
+//     {"role": "user", "content": "Hello"}     a message: of the user, the assistant, or a new system prompt
+//     {"undo": 2}                              the last 2 messages (the system prompt is none) are taken back
+//
+// A line is appended as soon as it is certain, and is on the disk before anything else happens: whatever ends the
+// process, no more than the answer that was being written is lost. Nothing in the file depends on the model.
 
 typedef struct {
     Engine *engine;
     const Options *options;
     Template template;
     Sampler *sampler;
-    Message *messages;
-    int n_messages;
-    Ids cached;    // the ids whose keys and values the cache holds
-    Timing timing; // of the last answer
+    Text system;       // the system prompt; empty: none
+    Message *messages; // [n_messages] of the user and the assistant
+    size_t messages_cap;
+    int n_messages, first; // the model is shown those from `first` on: what is older had to make room
+    Sequence last;         // the last answer, of which the cache has ids[0..n_cached)
     uint64_t seed;
+    int file;     // of the session; -1: none, or no more
+    Text unsaved; // lines that are not in it yet
+    bool failed;  // something could not be written
     bool colours; // on standard error
 } Chat;
 
@@ -5669,268 +5549,208 @@ __attribute__((format(printf, 2, 3))) static void chat_say(const Chat *c, const 
     va_end(arguments);
 }
 
-static void chat_append(Chat *c, Role role, const char *text, size_t len) {
-    Message *grown = realloc(c->messages, (size_t)(c->n_messages + 1) * sizeof *grown);
-    char *copy = malloc(len + 1);
-    if (!grown || !copy) die("out of memory: a message of %zu bytes", len);
-    c->messages = grown;
-    if (len) memcpy(copy, text, len);
-    copy[len] = 0;
-    c->messages[c->n_messages++] = (Message){role, copy, len};
+// --- what changes a conversation, and its lines in the file
+
+static void append_message(Text *out, Role role, const char *text, size_t len) {
+    text_format(out, "{\"role\": \"%s\", \"content\": ", role_names[role]);
+    json_string(out, text, len);
+    text_string(out, "}\n");
 }
 
-static void chat_remove(Chat *c, int first, int n) {
-    for (int i = first; i < first + n; i++) free(c->messages[i].text);
-    memmove(c->messages + first, c->messages + first + n, (size_t)(c->n_messages - first - n) * sizeof *c->messages);
-    c->n_messages -= n;
-}
-
-static bool chat_has_system(const Chat *c) {
-    return c->n_messages > 0 && c->messages[0].role == SYSTEM;
-}
-
-static void chat_set_system(Chat *c, const char *text) {
-    if (chat_has_system(c)) chat_remove(c, 0, 1);
-    if (!*text) return;
-    chat_append(c, SYSTEM, text, strlen(text));
-    Message system = c->messages[c->n_messages - 1];
-    memmove(c->messages + 1, c->messages, (size_t)(c->n_messages - 1) * sizeof *c->messages);
-    c->messages[0] = system;
-}
-
-// Where the next turn of the user after message i begins.
-static int chat_next_turn(const Chat *c, int i) {
-    while (++i < c->n_messages && c->messages[i].role != USER) {
+// Append to a file, so that it is on the disk.
+static bool append_synced(int file, const Text *text) {
+    for (size_t done = 0; done < text->len;) {
+        ssize_t n = write(file, text->data + done, text->len - done);
+        if (n < 0) return false;
+        done += (size_t)n;
     }
-    return i;
+    return !fsync(file);
 }
 
-// How many tokens the last message takes with nothing but the system prompt.
-static int chat_least(const Chat *c) {
-    Message least[2];
+// What happened goes into the file. After a failure nothing more does: what may be part of a line must be the last.
+static void chat_sync(Chat *c) {
+    if (c->file >= 0 && c->unsaved.len && !append_synced(c->file, &c->unsaved)) {
+        chat_say(c, "run: %s: cannot write: %s: from here on nothing is saved", c->options->session, strerror(errno));
+        c->failed = true;
+        c->file = -1;
+    }
+    c->unsaved.len = 0;
+}
+
+static void chat_append(Chat *c, Role role, const char *text, size_t len) {
+    char *copy = memcpy(alloc(len + 1, 1, "a message"), len ? text : "", len);
+    c->messages = reserve(c->messages, (size_t)c->n_messages + 1, &c->messages_cap, sizeof *c->messages, "messages");
+    c->messages[c->n_messages++] = (Message){role, copy, len};
+    append_message(&c->unsaved, role, text, len);
+    chat_sync(c);
+}
+
+static void chat_set_system(Chat *c, const char *text, size_t len) {
+    if (len == c->system.len && (!len || !memcmp(text, c->system.data, len))) return;
+    c->system.len = 0;
+    text_append(&c->system, text, len);
+    append_message(&c->unsaved, SYSTEM, text, len);
+}
+
+// Take the last n messages back.
+static void chat_undo(Chat *c, int n) {
+    if (n == 0) return;
+    for (int i = 0; i < n; i++) free(c->messages[--c->n_messages].text);
+    if (c->first >= c->n_messages) c->first = 0; // then there may be room again
+    text_format(&c->unsaved, "{\"undo\": %d}\n", n);
+}
+
+// --- sessions
+
+// What a line of the file says, done again. Returns false where it is not one of a conversation.
+static bool chat_read_line(Chat *c, Json *j) {
+    Text name = {0}, role = {0}, content = {0};
+    char number[JSON_NUMBER], *end = number;
+    bool has_content = false;
+    long undo = 0;
+    while (json_next_member(j, &name)) {
+        if (!strcmp(name.data, "role")) json_read_string(j, &role);
+        else if (!strcmp(name.data, "content")) has_content = json_read_string(j, &content);
+        else if (strcmp(name.data, "undo")) json_wrong(j, "\"%.80s\" is not known here", name.data);
+        else if (json_read_number(j, number)) {
+            undo = strtol(number, &end, 10);
+            if (*end || undo < 1 || undo > c->n_messages)
+                json_wrong(j, "\"undo\": expected a whole number from 1 to %d, got %s", c->n_messages, number);
+        }
+    }
+    j->at = j->begin; // what is wrong from here on is wrong with the whole line
+    int who = SYSTEM;
+    while (who <= ASSISTANT && !string_is((String){role.data, role.len}, role_names[who])) who++;
+    if (undo ? role.len || has_content : who > ASSISTANT || !has_content)
+        json_wrong(j, "expected a \"role\" (system, user or assistant) and its \"content\", or an \"undo\"");
+    if (!j->wrong[0]) {
+        if (undo) chat_undo(c, (int)undo);
+        else if (who == SYSTEM) chat_set_system(c, content.data, content.len);
+        else chat_append(c, (Role)who, content.data, content.len);
+    }
+    free(name.data);
+    free(role.data);
+    free(content.data);
+    return !j->wrong[0];
+}
+
+// Go on with the conversation in a file. It is only ever appended to, so its mode, its owner and links to it stay. A
+// process that was killed may have left its last line in pieces; otherwise a file that is not wholly understood is
+// refused, and left as it is.
+static void chat_open_session(Chat *c, const char *path) {
+    static const char begin[] = "{\"role\": \""; // of a line that we write
+    int file = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    struct stat status;
+    if (file < 0 || fstat(file, &status)) die("%s: cannot write: %s", path, strerror(errno));
+    if (!S_ISREG(status.st_mode)) die("%s: cannot write: is not a saved conversation", path);
+    if (!(status.st_mode & 0222)) die("%s: cannot write: the file is read-only", path); // to root, too
+    if (flock(file, LOCK_EX | LOCK_NB) && errno == EWOULDBLOCK) die("%s: another run has this conversation open", path);
+    size_t len = (size_t)lseek(file, 0, SEEK_END);
+    Lines lines = {.text = {alloc(len, 1, path), len, len}};
+    if (pread(file, lines.text.data, len, 0) != (ssize_t)len) die("%s: cannot read: %s", path, strerror(errno));
+    bool known = false;                                     // a line was understood: the file is ours
+    bool unended = len && lines.text.data[len - 1] != '\n'; // its last line has no line break
+    for (String line; lines_next(&lines, &line); known = true) {
+        Json j = json_open(line);
+        if (chat_read_line(c, &j)) continue;
+        bool ours = known || !memcmp(line.text, begin, line.len < sizeof begin ? line.len : sizeof begin - 1);
+        size_t good = (size_t)j.where - 1, left = line.len - good; // what is cut off ends where more was expected
+        if (!ours || !unended || lines.at < len || (left && utf8_scan(line.text + good, left)))
+            die("%s: %sline %d: %s (character %d)", path, known ? "" : "is not a saved conversation: ", lines.number,
+                j.wrong, j.where);
+        if (ftruncate(file, line.text - lines.text.data)) die("%s: cannot write: %s", path, strerror(errno));
+        chat_say(c, "run: note: %s: line %d was not written to its end: it is cut off", path, lines.number);
+        unended = false;
+    }
+    c->file = file;
+    c->unsaved.len = 0; // all this is in the file
+    if (unended) text_string(&c->unsaved, "\n");
+    if (c->n_messages) chat_say(c, "[%d messages from %s]", c->n_messages, path);
+    if (c->n_messages && c->messages[c->n_messages - 1].role == USER)
+        chat_say(c, "[the last message has no answer yet: /regen answers it]");
+    free(lines.text.data);
+}
+
+// Write the whole conversation into a new file.
+static void chat_save(Chat *c, const char *path) {
+    Text all = {0};
+    if (c->system.len) append_message(&all, SYSTEM, c->system.data, c->system.len);
+    for (const Message *m = c->messages; m < c->messages + c->n_messages; m++)
+        append_message(&all, m->role, m->text, m->len);
+    int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    bool saved = file >= 0 && append_synced(file, &all);
+    c->failed |= !saved && errno != EEXIST;
+    if (saved) chat_say(c, "[saved %d messages: %s]", c->n_messages, path);
+    else chat_say(c, "run: %s: cannot write: %s", path, strerror(errno));
+    if (file >= 0 && !saved) remove(path);
+    if (file >= 0) close(file);
+    free(all.data);
+}
+
+// --- answers
+
+// The conversation from a message on, as ids.
+static Ids chat_render(const Chat *c, int first) {
+    Message *shown = alloc((size_t)(c->n_messages - first) + 1, sizeof *shown, "messages");
     int n = 0;
-    if (chat_has_system(c)) least[n++] = c->messages[0];
-    least[n++] = c->messages[c->n_messages - 1];
-    Ids ids = template_render(&c->template, c->engine->tokenizer, least, n);
+    if (c->system.len) shown[n++] = (Message){SYSTEM, c->system.data, c->system.len};
+    for (int i = first; i < c->n_messages; i++) shown[n++] = c->messages[i];
+    Ids ids = template_render(&c->template, c->engine->tokenizer, shown, n);
+    free(shown);
+    return ids;
+}
+
+static int chat_length(const Chat *c, int first) {
+    Ids ids = chat_render(c, first);
     free(ids.id);
     return ids.len;
 }
 
-// The conversation as ids, with room for an answer: the oldest turns are dropped whole until a quarter of the context is
-// free. The system prompt and the last message stay.
-static Ids chat_render(Chat *c) {
-    int n_ctx = c->engine->session->n_ctx, dropped = 0;
-    for (;;) {
-        Ids ids = template_render(&c->template, c->engine->tokenizer, c->messages, c->n_messages);
-        int first = chat_has_system(c), next = chat_next_turn(c, first);
-        if (ids.len <= n_ctx - n_ctx / 4 || next >= c->n_messages) {
-            if (dropped)
-                chat_say(c, "[the context of %d tokens is full: the oldest %s dropped]", n_ctx,
-                         dropped == 1 ? "turn was" : "turns were");
-            return ids;
-        }
-        free(ids.id);
-        chat_remove(c, first, next - first);
-        dropped++;
-    }
-}
-
-static void chat_print_stats(Chat *c) {
-    if (c->colours) fputs("\033[2m", stderr);
-    print_stats(c->engine, &c->timing, c->seed);
-    if (c->colours) fputs("\033[0m", stderr);
+// Room for an answer: the oldest turns are left out, whole, until a quarter of the context is free. The system prompt
+// and the last message stay. (From the newest back, so that no more is rendered than fits.)
+static void chat_make_room(Chat *c) {
+    int n_ctx = c->engine->session->n_ctx, most = n_ctx - n_ctx / 4, first = c->n_messages - 1;
+    if (chat_length(c, c->first) <= most) return;
+    for (int i = first - 1; i > c->first && chat_length(c, i) <= most; i--)
+        if (c->messages[i].role == USER) first = i;
+    if (first > c->first)
+        chat_say(c, "[the context of %d tokens is full: the oldest messages are dropped, %d]", n_ctx, first - c->first);
+    c->first = first;
 }
 
 // Answer the last message. Ctrl-C ends the answer; what was said stays.
 static void chat_answer(Chat *c) {
     Engine *e = c->engine;
     const Options *o = c->options;
-    int n_ctx = e->session->n_ctx, least = chat_least(c);
-    if (least >= n_ctx) {
+    int n_ctx = e->session->n_ctx, least = chat_length(c, c->n_messages - 1);
+    if (least == 0 || least >= n_ctx) {
         chat_say(c, "[a message of %d tokens does not fit into a context of %d (--context N): it is dropped]", least,
                  n_ctx);
-        chat_remove(c, c->n_messages - 1, 1);
+        chat_undo(c, 1);
         return;
     }
+    chat_make_room(c);
     Sequence q = {.streams = !o->json, .keeps = true, .stops = o->stops, .n_stops = o->n_stops, .sampler = c->sampler};
-    q.ids = chat_render(c);
-    q.n_cached = common_prefix(e->session, 0, &c->cached, c->cached.len, &q.ids);
+    q.ids = chat_render(c, c->first);
+    q.n_cached = common_prefix(e->session, 0, &c->last.ids, c->last.n_cached, &q.ids);
     int room = e->slides ? INT_MAX : n_ctx - q.ids.len, wanted = max_int(0, o->n_tokens);
-    q.max_new = wanted ? min_int(wanted, room) : room;
-    q.n_top = min_int(o->logprobs, e->model->config.vocab_size);
-    q.ignores_eos = o->ignore_eos;
+    sequence_begin(o, e, &q);
+    q.max_new = wanted ? min_int(wanted, room) : room; // for each answer anew
     interrupted = 0;
     catch_interrupt();
     sequence_run(e, &q);
     signal(SIGINT, SIG_DFL);
-    interrupted = 0;
     if (o->json) print_json(o, e, &q, c->seed);
     else write_out("\n", 1);
-    c->timing = q.timing;
     chat_append(c, ASSISTANT, q.text.data, q.text.len);
-    free(c->cached.id);
-    c->cached = q.ids;
-    c->cached.len = q.n_cached;
-    q.ids = (Ids){0};
     if (q.finish == FINISH_INTERRUPTED) chat_say(c, "[stopped]");
     if (q.finish == FINISH_LENGTH && q.max_new == room) chat_say(c, "[the context of %d tokens is full]", n_ctx);
-    if (o->stats && !o->json) chat_print_stats(c);
-    sequence_free(&q);
-}
-
-// --- sessions: a conversation in a file
-//
-//   "run.chat", version, fingerprint of the model, type of the cache, number of messages and of ids      8 + 5 * 8 bytes
-//   each message: role, length, bytes; the ids; for each layer and kv head the keys and values of these ids
-//   a checksum of all that (FNV-1a, 64 bits)
-
-enum { SESSION_VERSION = 2 };
-static const uint64_t FNV_START = 14695981039346656037u;
-
-static uint64_t fnv64(uint64_t h, const void *bytes, size_t n) {
-    for (size_t i = 0; i < n; i++) h = (h ^ ((const uint8_t *)bytes)[i]) * 1099511628211u;
-    return h;
-}
-
-// What tells this model from others: its hyperparameters, how it turns, and some of each matrix.
-static uint64_t model_fingerprint(const Model *m) {
-    enum { SAMPLES = 256 };
-    const Config *c = &m->config;
-    const int shape[] = {c->dim, c->hidden_dim, c->n_layers, c->n_heads, c->n_kv_heads, c->head_dim, c->vocab_size};
-    uint64_t h = fnv64(FNV_START, shape, sizeof shape);
-    h = fnv64(h, m->rope_freqs, (size_t)c->head_dim / 2 * sizeof *m->rope_freqs);
-    h = fnv64(h, &m->rope_magnitude, sizeof m->rope_magnitude);
-    for (int i = 0; i < c->n_layers * LAYER_MATRICES + 2; i++) {
-        const Matrix *w =
-            i < 2 ? (i ? &m->output : &m->embed) : layer_matrix(m, (i - 2) / LAYER_MATRICES, (i - 2) % LAYER_MATRICES);
-        size_t n = matrix_panels(w) * panel_words(w);
-        for (size_t k = 0; k < SAMPLES; k++) h = fnv64(h, (const uint32_t *)w->panels + n * k / SAMPLES, 4);
-    }
-    return h;
-}
-
-// 4-byte words of the cache that n positions take: of the keys, and of the values, of one kv head.
-static size_t saved_key_words(const Session *s, int n) {
-    return pad((size_t)n, PANEL) * key_words(&s->model->config, s->kv_type);
-}
-
-static size_t saved_value_words(const Session *s, int n) {
-    return pad((size_t)n, 2) * value_words(&s->model->config, s->kv_type);
-}
-
-// The name of a file while it is not whole.
-static Text partial_name(const char *path) {
-    Text name = {0};
-    text_append(&name, path, strlen(path));
-    text_append(&name, ".partial", sizeof ".partial");
-    return name;
-}
-
-// Why a conversation cannot be saved there, or NULL: what is there already must be one.
-static const char *chat_obstacle(const char *path) {
-    struct stat status;
-    char magic[8] = {0};
-    if (!stat(path, &status)) {
-        FILE *file = S_ISREG(status.st_mode) ? fopen(path, "rb") : NULL;
-        size_t n = file ? fread(magic, 1, sizeof magic, file) : 0;
-        if (file) fclose(file);
-        return file && (n == 0 || !memcmp(magic, "run.chat", sizeof magic)) ? NULL : "is not a saved conversation";
-    }
-    Text partial = partial_name(path);
-    FILE *file = fopen(partial.data, "wb");
-    const char *obstacle = file ? NULL : strerror(errno);
-    if (file) {
-        fclose(file);
-        remove(partial.data);
-    }
-    free(partial.data);
-    return obstacle;
-}
-
-static bool chat_save(const Chat *c, const char *path) {
-    const Session *s = c->engine->session;
-    const Config *config = &s->model->config;
-    int n_cached = s->lost[0] > 0 ? 0 : c->cached.len; // a ring that has lost the beginning is not worth it
-    Text t = {0};
-    text_append(&t, "run.chat", 8);
-    uint64_t header[] = {SESSION_VERSION, model_fingerprint(s->model), (uint64_t)s->kv_type, (uint64_t)c->n_messages,
-                         (uint64_t)n_cached};
-    text_append(&t, header, sizeof header);
-    for (int i = 0; i < c->n_messages; i++) {
-        uint64_t head[] = {(uint64_t)c->messages[i].role, c->messages[i].len};
-        text_append(&t, head, sizeof head);
-        text_append(&t, c->messages[i].text, c->messages[i].len);
-    }
-    text_append(&t, c->cached.id, (size_t)n_cached * sizeof *c->cached.id);
-    for (int l = 0; l < config->n_layers; l++)
-        for (int h = 0; h < config->n_kv_heads; h++) {
-            text_append(&t, cache_keys(s, 0, l, h), saved_key_words(s, n_cached) * 4);
-            text_append(&t, cache_values(s, 0, l, h), saved_value_words(s, n_cached) * 4);
-        }
-    uint64_t sum = fnv64(FNV_START, t.data, t.len);
-    text_append(&t, &sum, sizeof sum);
-    Text partial = partial_name(path);
-    FILE *file = fopen(partial.data, "wb");
-    bool written = file && fwrite(t.data, 1, t.len, file) == t.len;
-    written = file && !fclose(file) && written && !rename(partial.data, path);
-    if (!written) {
-        chat_say(c, "run: %s: cannot write: %s", path, strerror(errno));
-        remove(partial.data);
-    } else chat_say(c, "[saved %d messages, %.1f MiB: %s]", c->n_messages, (double)t.len / (1 << 20), path);
-    free(partial.data);
-    free(t.data);
-    return written;
-}
-
-static void chat_load(Chat *c, const char *path) {
-    Session *s = c->engine->session;
-    const Config *config = &s->model->config;
-    Mapping file = map_file(path);
-    Reader r = {path, file.data, file.size, 0};
-    if (file.size < 56 || memcmp(reader_take(&r, 8, "magic"), "run.chat", 8))
-        die("%s: is not a saved conversation", path);
-    uint64_t sum = fnv64(FNV_START, file.data, file.size - 8), saved;
-    memcpy(&saved, file.data + file.size - 8, 8);
-    uint64_t version = reader_u64(&r, "version"), fingerprint = reader_u64(&r, "fingerprint"),
-             type = reader_u64(&r, "type");
-    if (version != SESSION_VERSION)
-        die("%s: expected version %d, got %llu", path, SESSION_VERSION, (unsigned long long)version);
-    if (sum != saved) die("%s: the saved conversation is damaged: its checksum is wrong", path);
-    if (fingerprint != model_fingerprint(s->model))
-        die("%s: was saved with another model than %s, or with another --rope-scaling", path, s->model->path);
-    if (type != (uint64_t)s->kv_type)
-        die("%s: was saved with --kv %s, not %s", path, type <= I8 ? kv_name((Type)type) : "?", kv_name(s->kv_type));
-    uint64_t n_messages = reader_u64(&r, "messages"), n_ids = reader_u64(&r, "ids");
-    for (uint64_t i = 0; i < n_messages; i++) {
-        uint64_t role = reader_u64(&r, "role"), len = reader_u64(&r, "length");
-        if (role > ASSISTANT || len > r.size)
-            die("%s: message %llu: expected a role and a length, got %llu and %llu", path, (unsigned long long)i,
-                (unsigned long long)role, (unsigned long long)len);
-        chat_append(c, (Role)role, (const char *)reader_take(&r, len, "message"), len);
-    }
-    if (n_ids > (uint64_t)s->n_ctx)
-        die("%s: needs a context of %llu tokens, got %d (--context N)", path, (unsigned long long)n_ids, s->n_ctx);
-    if (n_ids > (uint64_t)s->n_slots) n_ids = 0; // a ring too small for what was saved: it is computed again
-    for (uint64_t i = 0; i < n_ids; i++) ids_append(&c->cached, reader_i32(&r, "ids"));
-    for (int l = 0; l < config->n_layers; l++)
-        for (int h = 0; h < config->n_kv_heads; h++) {
-            size_t keys = saved_key_words(s, (int)n_ids) * 4, values = saved_value_words(s, (int)n_ids) * 4;
-            memcpy(cache_keys(s, 0, l, h), reader_take(&r, keys, "keys"), keys);
-            memcpy(cache_values(s, 0, l, h), reader_take(&r, values, "values"), values);
-        }
-    chat_say(c, "[%d messages from %s]", c->n_messages, path);
-    unmap_file(&file);
+    sequence_free(&c->last);
+    c->last = q;
+    if (o->stats && !o->json) print_stats(e, &c->last.timing, c->seed);
 }
 
 // --- commands
-
-static bool chat_undo(Chat *c) {
-    int last = c->n_messages - 1;
-    while (last >= 0 && c->messages[last].role != USER) last--;
-    if (last < 0) return false;
-    chat_remove(c, last, c->n_messages - last);
-    return true;
-}
 
 static const char chat_help[] = "/reset           begin anew; the system prompt stays\n"
                                 "/system TEXT     another system prompt (none: without one)\n"
@@ -5939,29 +5759,30 @@ static const char chat_help[] = "/reset           begin anew; the system prompt 
                                 "/stats           speed and memory of the last answer\n"
                                 "/save FILE       write the conversation; --session FILE goes on with it\n"
                                 "/exit            end (also Ctrl-D); Ctrl-C stops an answer\n"
-                                "A backslash at the end of a line continues it. A pasted block is one message.";
+                                "A backslash at the end of a line continues it. A pasted text is one message.";
 
 // A line that begins with a slash. Returns false at /exit.
 static bool chat_command(Chat *c, char *line) {
     char *argument = line + strcspn(line, " ");
+    int user = c->n_messages - 1; // the last message of the user; -1: there is none
+    while (user >= 0 && c->messages[user].role != USER) user--;
     if (*argument) *argument++ = 0;
     if (!strcmp(line, "/exit") || !strcmp(line, "/quit")) return false;
     if (!strcmp(line, "/help")) chat_say(c, "%s", chat_help);
-    else if (!strcmp(line, "/reset")) chat_remove(c, chat_has_system(c), c->n_messages - chat_has_system(c));
-    else if (!strcmp(line, "/system")) chat_set_system(c, argument);
-    else if (!strcmp(line, "/stats")) {
-        if (c->timing.n_prompt) chat_print_stats(c);
-        else chat_say(c, "[no answer yet]");
-    } else if (!strcmp(line, "/save")) {
-        const char *obstacle = *argument ? chat_obstacle(argument) : NULL;
-        if (obstacle) chat_say(c, "run: %s: cannot write: %s", argument, obstacle);
-        else if (*argument) chat_save(c, argument);
-        else chat_say(c, "[/save FILE]");
-    } else if (!strcmp(line, "/undo")) chat_say(c, chat_undo(c) ? "[taken back]" : "[nothing to take back]");
+    else if (!strcmp(line, "/reset")) chat_undo(c, c->n_messages);
+    else if (!strcmp(line, "/system")) chat_set_system(c, argument, strlen(argument));
+    else if (!strcmp(line, "/stats") && !c->last.timing.n_prompt) chat_say(c, "[no answer yet]");
+    else if (!strcmp(line, "/stats")) print_stats(c->engine, &c->last.timing, c->seed);
+    else if (!strcmp(line, "/save") && !*argument) chat_say(c, "[/save FILE]");
+    else if (!strcmp(line, "/save")) chat_save(c, argument);
+    else if (!strcmp(line, "/undo") && user < 0) chat_say(c, "[nothing to take back]");
+    else if (!strcmp(line, "/undo")) {
+        chat_undo(c, c->n_messages - user);
+        chat_say(c, "[taken back]");
+    } else if (!strcmp(line, "/regen") && user < 0) chat_say(c, "[nothing to answer]");
     else if (!strcmp(line, "/regen")) {
-        while (c->n_messages && c->messages[c->n_messages - 1].role == ASSISTANT) chat_remove(c, c->n_messages - 1, 1);
-        if (c->n_messages && c->messages[c->n_messages - 1].role == USER) chat_answer(c);
-        else chat_say(c, "[nothing to answer]");
+        chat_undo(c, c->n_messages - user - 1); // is saved with the new answer: until then the old one is there
+        chat_answer(c);
     } else chat_say(c, "[unknown command %s: /help lists them]", line);
     return true;
 }
@@ -5975,18 +5796,17 @@ static void chat_loop(Chat *c) {
         chat_answer(c);
     }
     for (;;) {
+        chat_sync(c);
         ReadResult result = typed ? line_read(&line) : line_read_plain(&line);
         if (result == READ_END || (result == READ_INTERRUPT && warned)) break;
         warned = result == READ_INTERRUPT;
         if (warned) chat_say(c, "[Ctrl-C again, or /exit, ends]");
         if (warned || !line.text.len) continue;
         text_append(&line.text, "", 1); // ends it
-        if (*line.text.data == '/') {
-            if (!chat_command(c, line.text.data)) break;
-            continue;
-        }
-        chat_append(c, USER, line.text.data, line.text.len - 1);
-        chat_answer(c);
+        if (*line.text.data != '/') {
+            chat_append(c, USER, line.text.data, line.text.len - 1);
+            chat_answer(c);
+        } else if (!chat_command(c, line.text.data)) break;
     }
     line_free(&line);
 }
@@ -5996,324 +5816,157 @@ static int mode_chat(const Options *o) {
     engine_load(&e, o, true);
     int n_ctx = choose_context(o, &e.model->config);
     engine_open(&e, o, n_ctx, 1, n_ctx);
-    Chat c = {.engine = &e, .options = o, .seed = choose_seed(o)};
+    Chat c = {.engine = &e, .options = o, .seed = choose_seed(o), .file = -1};
     c.template = template_choose(o->template, e.tokenizer->chat_template, e.tokenizer->path);
     c.template.silent = o->no_think;
-    c.sampler = sampler_open(choose_sampling(o), c.seed, e.model->config.vocab_size);
+    c.sampler = sampler_open(o->sampling, c.seed, e.model->config.vocab_size);
     c.colours = isatty(STDERR_FILENO) && !getenv("NO_COLOR");
-    const char *obstacle = o->session ? chat_obstacle(o->session) : NULL;
-    if (obstacle) die("%s: cannot write: %s", o->session, obstacle);
-    if (o->session && !access(o->session, F_OK)) chat_load(&c, o->session);
-    if (o->system) chat_set_system(&c, o->system);
+    if (o->session) chat_open_session(&c, o->session);
+    if (o->system) chat_set_system(&c, o->system, strlen(o->system));
     if (isatty(STDIN_FILENO))
         chat_say(&c, "%s, template %s. /help lists commands.", e.model->name[0] ? e.model->name : o->checkpoint,
-                 template_names[c.template.kind]);
+                 template_words[c.template.kind]);
     if (o->file && strcmp(o->file, "-") && !freopen(o->file, "rb", stdin))
         die("%s: cannot open: %s", o->file, strerror(errno));
     chat_loop(&c);
-    bool saved = !o->session || chat_save(&c, o->session);
-    chat_remove(&c, 0, c.n_messages);
+    for (int i = 0; i < c.n_messages; i++) free(c.messages[i].text);
     free(c.messages);
-    free(c.cached.id);
+    free(c.system.data);
+    free(c.unsaved.data);
+    sequence_free(&c.last);
     sampler_free(c.sampler);
     engine_free(&e);
-    return saved ? 0 : 1;
+    return c.failed ? 1 : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §21 Requests
+// §24 Requests
 //
-// What a batch is asked for: a prompt a line, or JSON Lines, an object a line, of which all but `prompt` may be missing:
+// What a batch is asked for: a prompt a line, or JSON Lines, an object a line, whose members may be missing, all but
+// the prompt:
 //
 //     {"prompt": "Once", "id": "a1", "max_tokens": 50, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
 //      "repeat_penalty": 1.1, "seed": 7, "stop": ["\n\n", "END"]}
 //
-// What is missing or null is as the options say. Anything else in a line makes it a bad one. Ref: RFC 8259.
-
-// A cursor over a line. The first thing that is wrong sticks, and ends it.
-typedef struct {
-    const char *begin, *at, *end;
-    char wrong[160];
-    int where; // the character, from 1
-} Json;
-
-__attribute__((format(printf, 2, 3))) static bool json_wrong(Json *j, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    if (!j->wrong[0]) {
-        vsnprintf(j->wrong, sizeof j->wrong, format, args);
-        j->where = (int)(j->at - j->begin) + 1;
-    }
-    va_end(args);
-    j->at = j->end;
-    return false;
-}
-
-static bool json_is(Json *j, const char *token) {
-    while (j->at < j->end && strchr(" \t\r\n", *j->at) && *j->at) j->at++;
-    size_t n = strlen(token);
-    if ((size_t)(j->end - j->at) < n || memcmp(j->at, token, n)) return false;
-    j->at += n;
-    return true;
-}
-
-static bool json_expect(Json *j, const char *token) {
-    return json_is(j, token) || json_wrong(j, "expected %s", token);
-}
-
-// The 4 hexadecimal digits of \u.
-static bool json_hex(Json *j, uint32_t *c) {
-    *c = 0;
-    for (int i = 0; i < 4; i++, j->at++) {
-        if (j->at == j->end || !isxdigit((unsigned char)*j->at)) return json_wrong(j, "expected 4 digits behind \\u");
-        int digit = tolower((unsigned char)*j->at);
-        *c = *c << 4 | (uint32_t)(digit <= '9' ? digit - '0' : digit - 'a' + 10);
-    }
-    return true;
-}
-
-static void append_utf8(Text *out, uint32_t c) {
-    int len = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    static const uint8_t leads[] = {0, 0, 0xC0, 0xE0, 0xF0};
-    char bytes[4];
-    for (int i = len - 1; i > 0; i--, c >>= 6) bytes[i] = (char)(0x80 | (c & 0x3f));
-    bytes[0] = (char)(leads[len] | c);
-    text_append(out, bytes, (size_t)len);
-}
-
-// What follows a backslash. A half of a surrogate pair without the other becomes U+FFFD.
-static bool json_escape(Json *j, Text *out) {
-    static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
-    const char *name = j->at < j->end && *j->at ? strchr(names, *j->at) : NULL;
-    if (name) {
-        text_append(out, &values[name - names], 1);
-        j->at++;
-        return true;
-    }
-    uint32_t c, low;
-    if (j->at == j->end || *j->at++ != 'u') return json_wrong(j, "expected one of \"\\/bfnrtu behind a backslash");
-    if (!json_hex(j, &c)) return false;
-    if (c >= 0xD800 && c < 0xDC00 && j->end - j->at >= 6 && j->at[0] == '\\' && j->at[1] == 'u') {
-        Json second = *j;
-        second.at += 2;
-        if (!json_hex(&second, &low)) return json_wrong(j, "%s", second.wrong);
-        if (low >= 0xDC00 && low < 0xE000) {
-            c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
-            j->at = second.at;
-        }
-    }
-    append_utf8(out, c >= 0xD800 && c < 0xE000 ? 0xFFFD : c);
-    return true;
-}
-
-// A string, appended to out.
-static bool json_read_string(Json *j, Text *out) {
-    if (!json_is(j, "\"")) return json_wrong(j, "expected a string");
-    while (j->at < j->end && *j->at != '"') {
-        if ((unsigned char)*j->at < 0x20) return json_wrong(j, "a control character in a string");
-        if (*j->at == '\\') {
-            j->at++;
-            if (!json_escape(j, out)) return false;
-        } else text_append(out, j->at++, 1);
-    }
-    return json_expect(j, "\"");
-}
-
-// Steps over digits. Returns whether there is one at least.
-static bool json_digits(Json *j) {
-    const char *begin = j->at;
-    while (j->at < j->end && isdigit((unsigned char)*j->at)) j->at++;
-    return j->at > begin;
-}
-
-// A number as it stands there. Ref: RFC 8259, section 6.
-static bool json_read_number(Json *j, char *number, size_t size) {
-    json_is(j, ""); // skips space
-    const char *begin = j->at;
-    if (j->at < j->end && *j->at == '-') j->at++;
-    const char *digits = j->at;
-    bool good = json_digits(j) && (*digits != '0' || j->at == digits + 1);
-    if (j->at < j->end && *j->at == '.') {
-        j->at++;
-        good = json_digits(j) && good;
-    }
-    if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
-        j->at++;
-        if (j->at < j->end && (*j->at == '+' || *j->at == '-')) j->at++;
-        good = json_digits(j) && good;
-    }
-    size_t n = (size_t)(j->at - begin);
-    if (!good || n >= size) return json_wrong(j, "expected a number");
-    memcpy(number, begin, n);
-    number[n] = 0;
-    return true;
-}
-
-static bool json_read_real(Json *j, float *value, double min, double max) {
-    char number[64];
-    if (!json_read_number(j, number, sizeof number)) return false;
-    double x = strtod(number, NULL);
-    if (!(x >= min && x <= max)) return json_wrong(j, "expected a number from %g to %g, got %s", min, max, number);
-    *value = (float)x;
-    return true;
-}
-
-static bool json_read_whole(Json *j, uint64_t *value, uint64_t max) {
-    char number[64];
-    if (!json_read_number(j, number, sizeof number)) return false;
-    errno = 0;
-    unsigned long long n = strtoull(number, NULL, 10);
-    if (strpbrk(number, "-.eE") || errno || n > max)
-        return json_wrong(j, "expected a whole number from 0 to %llu, got %s", (unsigned long long)max, number);
-    *value = n;
-    return true;
-}
-
-// --- requests
+// What is missing or null is as the options say. Anything else in a line makes it a bad one.
 
 typedef struct {
-    int line;    // of the file, from 1
-    Text prompt; // as given
-    Text id;     // as JSON
-    int n_tokens;
-    Sampling sampling;
-    uint64_t seed;
-    const char **stops; // [n_stops], all of them this request's own; or those of --stop
+    int line;           // of the file, from 1
+    Text prompt;        // as given
+    Text id;            // as JSON
+    Options options;    // as for all, but for what the line says
+    const char **stops; // [n_stops] stop strings of its own
+    size_t stops_cap;
     int n_stops;
-    bool own_stops, has_prompt;
+    bool has_prompt;
 } Request;
 
-static void request_free_stops(Request *r) {
-    for (int i = 0; i < r->n_stops && r->own_stops; i++) free((char *)r->stops[i]);
-    if (r->own_stops) free(r->stops);
-}
-
 static void request_free(Request *r) {
-    request_free_stops(r);
+    for (int i = 0; i < r->n_stops; i++) free((char *)r->stops[i]);
+    free(r->stops);
     free(r->prompt.data);
     free(r->id.data);
 }
 
-static bool request_add_stop(Json *j, Request *r) {
+static void request_add_stop(Json *j, Request *r) {
     Text stop = {0};
-    bool good = json_read_string(j, &stop);
-    if (good && (!stop.len || memchr(stop.data, 0, stop.len)))
-        good = json_wrong(j, "expected a text that is not empty");
-    const char **grown = good ? realloc(r->stops, (size_t)(r->n_stops + 1) * sizeof *grown) : NULL;
-    if (good && !grown) die("out of memory: stop strings");
-    if (!good) {
-        free(stop.data);
-        return false;
-    }
+    json_read_string(j, &stop);
+    if (!stop.len || memchr(stop.data, 0, stop.len)) json_wrong(j, "expected a text that is not empty");
     text_append(&stop, "", 1); // ends it
-    r->stops = grown;
+    r->stops = reserve(r->stops, (size_t)r->n_stops + 1, &r->stops_cap, sizeof *r->stops, "stop strings");
     r->stops[r->n_stops++] = stop.data;
-    return true;
 }
 
-// "stop": a string or a list of strings, in place of those of --stop.
+// "stop": a string or a list of strings, in place of those of --stop (and of an earlier "stop").
 static bool request_read_stops(Json *j, Request *r) {
-    request_free_stops(r);
-    r->stops = NULL;
-    r->n_stops = 0;
-    r->own_stops = true;
-    if (!json_is(j, "[")) return request_add_stop(j, r);
-    if (json_is(j, "]")) return true;
-    do
-        if (!request_add_stop(j, r)) return false;
-    while (json_is(j, ","));
-    return json_expect(j, "]");
+    int begin = r->n_stops;
+    if (!json_is(j, "[")) request_add_stop(j, r);
+    else if (!json_is(j, "]")) {
+        do request_add_stop(j, r);
+        while (json_is(j, ","));
+        json_expect(j, "]");
+    }
+    if (r->stops) r->options.stops = r->stops + begin;
+    r->options.n_stops = r->n_stops - begin;
+    return !j->wrong[0];
 }
 
 // "id": a string or a number, kept as it is written.
 static bool request_read_id(Json *j, Request *r) {
     Text unused = {0};
-    char number[64];
+    char number[JSON_NUMBER];
     json_is(j, ""); // skips space
     const char *begin = j->at, first = begin < j->end ? *begin : 0;
     if (first != '"' && first != '-' && !isdigit((unsigned char)first))
         return json_wrong(j, "expected a string or a number");
-    bool good = first == '"' ? json_read_string(j, &unused) : json_read_number(j, number, sizeof number);
+    bool good = first == '"' ? json_read_string(j, &unused) : json_read_number(j, number);
     free(unused.data);
-    if (!good) return false;
     r->id.len = 0;
     text_append(&r->id, begin, (size_t)(j->at - begin));
-    return true;
+    return good;
+}
+
+// A member that is one of the options.
+static bool request_read_option(Json *j, Request *r, const Option *option) {
+    char number[JSON_NUMBER];
+    Text wrong = {0};
+    if (json_read_number(j, number) && !option_set(&r->options, option, number, &wrong))
+        json_wrong(j, "%.*s", (int)wrong.len, wrong.data);
+    free(wrong.data);
+    return !j->wrong[0];
+}
+
+static bool request_unknown_member(Json *j) {
+    Text known = {0};
+    for (const Option *o = options; o < options + N_OPTIONS; o++)
+        if (o->member) text_format(&known, ", %s", o->member);
+    json_wrong(j, "is not known here; known are prompt, id%.*s and stop", (int)known.len, known.data);
+    free(known.data);
+    return false;
 }
 
 // The value of one member of the object.
 static bool request_read_member(Json *j, Request *r, const char *name) {
-    uint64_t whole = 0;
+    const Option *option = option_of_member(name);
     if (json_is(j, "null")) return true; // as if it were not there
-    if (!strcmp(name, "prompt")) {
-        r->prompt.len = 0;
-        r->has_prompt = true;
-        return json_read_string(j, &r->prompt);
-    }
+    if (option) return request_read_option(j, r, option);
     if (!strcmp(name, "id")) return request_read_id(j, r);
     if (!strcmp(name, "stop")) return request_read_stops(j, r);
-    if (!strcmp(name, "seed")) return json_read_whole(j, &r->seed, UINT64_MAX);
-    if (!strcmp(name, "temperature")) return json_read_real(j, &r->sampling.temperature, 0, 1e6);
-    if (!strcmp(name, "top_p")) return json_read_real(j, &r->sampling.top_p, 0, 1);
-    if (!strcmp(name, "min_p")) return json_read_real(j, &r->sampling.min_p, 0, 1);
-    if (!strcmp(name, "repeat_penalty")) return json_read_real(j, &r->sampling.repeat_penalty, 1e-6, 1e6);
-    bool top_k = !strcmp(name, "top_k");
-    if (!top_k && strcmp(name, "max_tokens"))
-        return json_wrong(j, "is not known here; known are prompt, id, max_tokens, temperature, top_p, top_k, min_p, "
-                             "repeat_penalty, seed and stop");
-    if (!json_read_whole(j, &whole, INT_MAX)) return false;
-    *(top_k ? &r->sampling.top_k : &r->n_tokens) = (int)whole;
-    return true;
+    if (strcmp(name, "prompt")) return request_unknown_member(j);
+    r->has_prompt = true;
+    return json_read_string(j, &r->prompt);
 }
 
 // An object that is a request. Returns false and says in `wrong` why it is none.
-static bool request_parse(Request *r, const char *line, size_t n, Text *wrong) {
-    Json j = {line, line, line + n, "", 0};
+static bool request_parse(Request *r, String line, Text *wrong) {
+    Json j = json_open(line);
     Text name = {0};
-    for (int len; j.at < j.end && (len = utf8_scan(j.at, (size_t)(j.end - j.at))) > 0;) j.at += len;
-    bool good = j.at == j.end || json_wrong(&j, "expected UTF-8");
-    if (good) j.at = line;
-    good = good && json_expect(&j, "{");
-    if (good && !json_is(&j, "}")) {
-        do {
-            name.len = 0;
-            good = json_read_string(&j, &name) && json_expect(&j, ":");
-            if (memchr(name.data ? name.data : "", 0, name.len))
-                good = json_wrong(&j, "a name with a zero byte is not known here");
-            text_append(&name, "", 1); // ends it
-            if (good && !request_read_member(&j, r, name.data)) {
-                text_format(wrong, "\"%.80s\": ", name.data);
-                good = false;
-            }
-        } while (good && json_is(&j, ","));
-        good = good && (json_is(&j, "}") || json_wrong(&j, "expected , or }"));
-    }
-    json_is(&j, ""); // skips space
-    if (good && j.at < j.end) good = json_wrong(&j, "something follows the object");
-    if (good && !r->has_prompt) good = json_wrong(&j, "expected a \"prompt\"");
-    if (!good) text_format(wrong, "%s (character %d)", j.wrong, j.where);
+    while (json_next_member(&j, &name))
+        if (!request_read_member(&j, r, name.data)) text_format(wrong, "\"%.80s\": ", name.data);
+    if (!j.wrong[0] && !r->has_prompt) json_wrong(&j, "expected a \"prompt\"");
+    if (j.wrong[0]) text_format(wrong, "%s (character %d)", j.wrong, j.where);
     free(name.data);
-    return good;
+    return !j.wrong[0];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §22 Batch
+// §25 Batch
 //
-// Many prompts from a file, a number of them at once. Every place in the cache has a sequence (§17); one that is done
-// makes room for the next prompt at once, in the same step as the others go on. A prompt that begins like one whose keys
-// and values are in the cache takes over what they have in common, and waits for it where it is just being computed.
-// Results are JSON Lines. A line that makes no sense is reported with its number, and the rest goes on.
+// Many prompts from a file, a number of them together. Every place in the cache has a sequence (§11); one that is done
+// makes room for the next prompt at once, while the others go on. A prompt that begins like one whose keys and values
+// are in the cache takes over what they have in common, and waits for it where it is just being computed. Results are
+// JSON Lines. A line that makes no sense is reported with its number, and the rest goes on.
 
 typedef struct {
     Sequence q;
     Request request;
-    bool busy, waits; // it has a request; which waits for a prefix
+    bool busy, waits; // it has a request, which waits for a prefix
     int order;        // among the requests
 } Place;
 
 typedef struct {
-    Text line; // what is to be written; nothing while it is not done
-    int n_prompt, n_rows;
+    Text line;  // what is to be written; nothing while it is not done
+    int n_rows; // that it takes alone
 } Result;
 
 typedef struct {
@@ -6322,16 +5975,15 @@ typedef struct {
     uint64_t seed;
     const char *name;   // of the input
     const char *output; // NULL: standard output
-    Text text;          // the input
-    size_t at;          // how far it has been read,
-    int line;           // and which line that is
+    Lines input;
     bool json, guessed; // it is JSON Lines; by its first line, not by its name
     bool *known;        // [lines + 1]   an earlier run has the result of this line
     FILE *out;
     Place *places; // [n_places]
     int n_places;
     Result *results; // [n_results]  in the order of the input
-    int n_results, results_cap, n_written;
+    size_t results_cap;
+    int n_results, n_written;
     int n_total, n_done, n_wrong;
     long long n_tokens, n_shared;             // made; of prompts, taken over from others
     long long n_steps, n_drafted, n_accepted; // of all sequences
@@ -6341,7 +5993,7 @@ typedef struct {
 static void batch_complain(Batch *b, const char *wrong) {
     fputs(isatty(STDERR_FILENO) ? "\r\033[Krun: " : "run: ", stderr);
     print_escaped(stderr, b->name);
-    fprintf(stderr, ": line %d: ", b->line);
+    fprintf(stderr, ": line %d: ", b->input.number);
     print_escaped(stderr, wrong);
     if (b->guessed && !b->n_wrong) fputs(" (the first line begins with {, so all are read as JSON)", stderr);
     fputc('\n', stderr);
@@ -6352,56 +6004,31 @@ static void batch_complain(Batch *b, const char *wrong) {
 static void batch_head(Text *out, const Request *r) {
     text_format(out, "{\"line\": %d, \"id\": ", r->line);
     text_append(out, r->id.data, r->id.len);
-    text_append(out, ", ", 2);
+    text_string(out, ", ");
 }
 
-// The next line that is not blank. Returns false at the end.
-static bool batch_next_line(Batch *b, const char **line, size_t *n) {
-    while (b->at < b->text.len) {
-        *line = b->text.data + b->at;
-        const char *end = memchr(*line, '\n', b->text.len - b->at);
-        *n = end ? (size_t)(end - *line) : b->text.len - b->at;
-        b->at += *n + 1;
-        b->line++;
-        if (*n > 0 && (*line)[*n - 1] == '\r') --*n;
-        size_t space = 0;
-        while (space < *n && isspace((unsigned char)(*line)[space])) space++;
-        if (space < *n) return true;
-    }
-    return false;
-}
-
-// What the present line asks for. Returns false and says why where that makes no sense.
-static bool batch_parse(const Batch *b, Request *r, const char *line, size_t n, Text *wrong) {
-    const Options *o = b->options;
-    *r = (Request){.line = b->line, .n_tokens = o->n_tokens, .sampling = choose_sampling(o), .seed = b->seed};
-    r->stops = o->stops;
-    r->n_stops = o->n_stops;
-    text_format(&r->id, "%d", b->line);
-    if (b->json) return request_parse(r, line, n, wrong);
-    text_append(&r->prompt, line, n);
-    return true;
-}
-
-// The ids of a prompt that can be begun with. Returns false and says why where it cannot.
-static bool batch_encode(const Batch *b, const Request *r, Ids *ids, Text *wrong) {
-    int n_ctx = b->engine->session->n_ctx;
-    encode_prompt(b->options, b->engine->tokenizer, r->prompt.data, r->prompt.len, ids);
-    if (ids->len > n_ctx)
-        text_format(wrong, "the prompt has %d tokens, but the context holds %d (--context N)", ids->len, n_ctx);
-    if (!ids->len) text_format(wrong, "without a prompt and without BOS there is no token to start from");
-    return !wrong->len;
+// What a line of the input asks for. Where that makes no sense, `wrong` says why.
+static void batch_parse(const Batch *b, int number, String line, Request *r, Text *wrong) {
+    *r = (Request){.line = number, .options = *b->options};
+    r->options.seed = b->seed;
+    text_format(&r->id, "%d", number);
+    if (b->json) request_parse(r, line, wrong);
+    else text_append(&r->prompt, line.text, line.len);
 }
 
 // The next request that makes sense and is not done yet, with its ids. Returns false at the end.
 static bool batch_next_request(Batch *b, Request *r, Ids *ids) {
-    const char *line;
-    size_t n;
-    while (batch_next_line(b, &line, &n)) {
+    int n_ctx = b->engine->session->n_ctx;
+    for (String line; lines_next(&b->input, &line);) {
+        if (b->known[b->input.number]) continue;
         Text wrong = {0};
-        if (b->known[b->line]) continue;
         *ids = (Ids){0};
-        if (batch_parse(b, r, line, n, &wrong) && batch_encode(b, r, ids, &wrong)) return true;
+        batch_parse(b, b->input.number, line, r, &wrong);
+        if (!wrong.len) encode_prompt(b->options, b->engine->tokenizer, r->prompt.data, r->prompt.len, ids);
+        if (ids->len > n_ctx)
+            text_format(&wrong, "the prompt has %d tokens, but the context holds %d (--context N)", ids->len, n_ctx);
+        if (!wrong.len && ids->len) return true;
+        if (!wrong.len) text_string(&wrong, "without a prompt and without BOS there is no token to start from");
         text_append(&wrong, "", 1); // ends it
         batch_complain(b, wrong.data);
         free(wrong.data);
@@ -6419,7 +6046,8 @@ static bool batch_share(Batch *b, Place *p) {
         const Place *other = &b->places[i];
         if (other == p) continue;
         int common = common_prefix(s, i, &other->q.ids, other->q.n_cached, &p->q.ids);
-        if (common > cached) cached = common, from = i;
+        if (common > cached) from = i;
+        cached = max_int(cached, common);
         if (other->busy && !other->waits)
             coming = max_int(coming, common_prefix(s, i, &other->q.ids, other->q.ids.len, &p->q.ids));
     }
@@ -6435,12 +6063,13 @@ static bool batch_admit(Batch *b, Place *p) {
     Ids ids;
     if (!batch_next_request(b, &p->request, &ids)) return false;
     const Request *r = &p->request;
-    Sequence q = {.keeps = true, .stops = r->stops, .n_stops = r->n_stops, .ids = ids};
+    const Options *o = &r->options;
+    Sequence q = {.keeps = true, .stops = o->stops, .n_stops = o->n_stops, .ids = ids};
     q.place = (int)(p - b->places);
     q.sampler = p->q.sampler;
-    q.sampler->sampling = r->sampling;
-    q.sampler->rng = rng_seed(r->seed);
-    sequence_begin(b->options, b->engine, &q, r->n_tokens);
+    q.sampler->sampling = o->sampling;
+    q.sampler->rng = rng_seed(o->seed);
+    sequence_begin(o, b->engine, &q);
     bool scores_prompt = q.echo && q.n_top >= 0; // then all of it must be run
     if (q.echo) sequence_keep_prompt(&q, r->prompt.data, r->prompt.len);
     if (!scores_prompt) q.n_cached = common_prefix(b->engine->session, q.place, &p->q.ids, p->q.n_cached, &q.ids);
@@ -6450,12 +6079,8 @@ static bool batch_admit(Batch *b, Place *p) {
     p->busy = true;
     p->waits = !scores_prompt;
     p->order = b->n_results++;
-    if (b->n_results > b->results_cap) {
-        b->results_cap = 2 * b->n_results;
-        b->results = realloc(b->results, (size_t)b->results_cap * sizeof *b->results);
-        if (!b->results) die("out of memory: %d results", b->results_cap);
-    }
-    b->results[p->order] = (Result){{0}, q.ids.len, 0};
+    b->results = reserve(b->results, (size_t)b->n_results, &b->results_cap, sizeof *b->results, "results");
+    b->results[p->order] = (Result){.n_rows = q.ids.len};
     return true;
 }
 
@@ -6471,8 +6096,8 @@ static void batch_write(Batch *b, Text *line) {
 static void batch_finish(Batch *b, Place *p) {
     Result *result = &b->results[p->order];
     batch_head(&result->line, &p->request);
-    json_sequence(&result->line, b->options, b->engine, &p->q, true, p->request.seed);
-    result->n_rows = result->n_prompt + max_int(0, p->q.n_made - 1);
+    json_sequence(&result->line, b->options, b->engine, &p->q, true, p->request.options.seed);
+    result->n_rows += max_int(0, p->q.n_made - 1);
     b->n_tokens += p->q.n_made;
     b->n_steps += p->q.timing.n_steps;
     b->n_drafted += p->q.timing.n_drafted;
@@ -6500,102 +6125,73 @@ static void batch_progress(Batch *b, bool last) {
     fflush(stderr);
 }
 
-// Begin with the first line again.
-static void batch_rewind(Batch *b) {
-    bool mark = b->text.len >= 3 && !memcmp(b->text.data, "\xEF\xBB\xBF", 3); // a byte order mark
-    b->at = mark ? 3 : 0;
-    b->line = 0;
-}
-
-// The results of an earlier run, each of its lines to heads[number of the line of the input]. Returns how many bytes
-// these take: a partial line at the end does not count.
-static size_t batch_read_results(Batch *b, const Text *earlier, const char **heads, int n_lines) {
-    static const char begin[] = "{\"line\": ";
-    size_t at = 0, len = sizeof begin - 1;
-    for (int i = 1; at < earlier->len; i++) {
-        const char *line = earlier->data + at, *end = memchr(line, '\n', earlier->len - at);
-        size_t left = earlier->len - at;
-        bool ours = !memcmp(line, begin, left < len ? left : len);
-        if (ours && !end) break;
-        long number = ours && left > len ? strtol(line + len, NULL, 10) : 0; // ends at the end of the line at last
-        if (number < 1 || number > n_lines || heads[number])
-            die("%s: line %d: expected a result for a line of %s", b->output, i, b->name);
-        heads[number] = line;
-        at += (size_t)(end - line) + 1;
-    }
-    return at;
-}
-
-// --resume: what an earlier run has written counts, but for a line that was cut off. It must be of the same input.
+// --resume: what an earlier run has written counts, but for a last line that was cut off. What is not of this input is
+// refused, and left as it is.
 static void batch_resume(Batch *b, int n_lines) {
-    const char *path = b->output, *line;
-    const char **heads = alloc((size_t)n_lines + 1, sizeof *heads, "lines"); // how the result of a line begins, or NULL
-    Text earlier = read_text_file(path);
-    size_t n, whole = batch_read_results(b, &earlier, heads, n_lines);
-    for (batch_rewind(b); batch_next_line(b, &line, &n);) {
-        const char *found = heads[b->line];
-        heads[b->line] = NULL;
-        if (!found) continue;
+    static const char begin[] = "{\"line\": ";
+    Text *heads = alloc((size_t)n_lines + 1, sizeof *heads, "lines"); // how a result begins; empty: the line has none
+    Text earlier = read_text_file(b->output), wrong = {0};
+    Lines input = b->input;
+    for (String line; lines_next(&input, &line); wrong.len = 0) {
         Request r;
-        Text head = {0}, wrong = {0};
-        bool good = batch_parse(b, &r, line, n, &wrong);
-        batch_head(&head, &r);
-        if (!good || (size_t)(earlier.data + whole - found) < head.len || memcmp(found, head.data, head.len))
-            die("%s: expected results of %s, but its line %d is another", path, b->name, b->line);
-        b->known[b->line] = true;
-        b->n_done++;
+        batch_parse(b, input.number, line, &r, &wrong);
+        if (!wrong.len) batch_head(&heads[input.number], &r);
         request_free(&r);
-        free(head.data);
     }
-    for (int i = 1; i <= n_lines; i++)
-        if (heads[i]) die("%s: expected results of %s, but its line %d is blank", path, b->name, i);
-    if (truncate(path, (off_t)whole)) die("%s: cannot cut off a partial line: %s", path, strerror(errno));
-    free(earlier.data);
+    size_t at = 0, end = earlier.len;
+    text_append(&earlier, "", 1); // ends it
+    for (int i = 1; at < end; i++) {
+        const char *line = earlier.data + at, *stop = memchr(line, '\n', end - at);
+        size_t len = stop ? (size_t)(stop - line) : end - at;
+        bool ours = !strncmp(line, begin, len < sizeof begin ? len : sizeof begin - 1);
+        long number = ours && len >= sizeof begin ? strtol(line + sizeof begin - 1, NULL, 10) : 0;
+        Text head = number > 0 && number <= n_lines ? heads[number] : (Text){0};
+        if (!stop && ours && (!head.len || !memcmp(line, head.data, len < head.len ? len : head.len))) break;
+        if (!head.len || b->known[number] || len < head.len || memcmp(line, head.data, head.len))
+            die("%s: line %d: expected another result of %s, got '%.*s'", b->output, i, b->name,
+                shown((String){line, len}), line);
+        b->known[number] = true;
+        b->n_done++;
+        at += len + 1;
+    }
+    if (truncate(b->output, (off_t)at)) die("%s: cannot cut off a partial line: %s", b->output, strerror(errno));
+    for (int i = 0; i <= n_lines; i++) free(heads[i].data);
     free(heads);
-}
-
-static bool same_file(const char *a, const char *b) {
-    struct stat x, y;
-    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
-// Whether there is something by that name that is no regular file.
-static bool is_special(const char *path) {
-    struct stat status;
-    return !stat(path, &status) && !S_ISREG(status.st_mode);
+    free(earlier.data);
+    free(wrong.data);
 }
 
 // Read the input, and what an earlier run has written.
 static void batch_read(Batch *b, const Options *o) {
-    const char *line, *suffix = o->file ? strrchr(o->file, '.') : NULL;
+    const char *file = o->file && strcmp(o->file, "-") ? o->file : NULL;
+    const char *suffix = o->file ? strrchr(o->file, '.') : NULL;
     bool named = suffix && !strncmp(suffix, ".json", 5); // .jsonl, too
-    size_t n;
+    struct stat in, out;
     b->options = o;
     b->output = o->output && strcmp(o->output, "-") ? o->output : NULL;
-    const char *input = o->file && strcmp(o->file, "-") ? o->file : "/dev/stdin";
-    if (b->output && !o->prompt && same_file(b->output, input))
+    bool exists = b->output && !stat(b->output, &out), has_file = !o->prompt && !stat(file ? file : "/dev/stdin", &in);
+    if (exists && has_file && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
         die_usage("--output: %s is the file with the prompts", b->output);
-    if (o->resume && b->output && is_special(b->output))
+    if (o->resume && exists && !S_ISREG(out.st_mode))
         die_usage("--resume: expected a regular file as --output, got %s", b->output);
     if (o->resume && !b->output) die_usage("--resume: expected --output FILE, which an earlier run has begun");
     if (!o->prompt && !o->file && !stdin_is_redirected())
         die_usage("batch: expected prompts in --file or standard input, one a line");
-    b->name = o->prompt ? "--prompt" : o->file && strcmp(o->file, "-") ? o->file : "standard input";
-    b->text = read_prompt(o, true);
-    for (batch_rewind(b); batch_next_line(b, &line, &n);)
-        if (b->n_total++ == 0) b->guessed = !named && line[strspn(line, " \t")] == '{';
+    b->name = o->prompt ? "--prompt" : file ? file : "standard input";
+    b->input.text = read_prompt(o, true);
+    Lines lines = b->input;
+    for (String line; lines_next(&lines, &line);)
+        if (b->n_total++ == 0) b->guessed = !named && line.text[strspn(line.text, " \t")] == '{';
     b->json = named || b->guessed;
-    int n_lines = b->line;
-    b->known = alloc((size_t)n_lines + 1, sizeof *b->known, "lines");
-    if (o->resume && !access(b->output, F_OK)) batch_resume(b, n_lines);
-    if (b->n_done && !o->seed_given && o->temperature > 0)
+    b->known = alloc((size_t)lines.number + 1, sizeof *b->known, "lines");
+    if (o->resume && exists) batch_resume(b, lines.number);
+    if (b->n_done && !o->seed_given && o->sampling.temperature > 0)
         fprintf(stderr, "run: note: without --seed the rest gets another seed than what is there\n");
-    batch_rewind(b);
 }
 
-// What static batching would have spent: n sequences at a time, in step from the end of the shortest prompt on, each
-// group until its last sequence is done (Meta's Llama 2, generate). A longer prompt is read token by token meanwhile, and
-// who is done keeps computing for nothing.
+// The figures of a batch, and what static batching would have spent: n sequences at a time, in step from the end of the
+// shortest prompt on, each group until its last sequence is done (Meta's Llama 2, generate). A longer prompt is read
+// token by token meanwhile, and a sequence that is done keeps computing for nothing.
 static void batch_print_stats(const Batch *b) {
     const Engine *e = b->engine;
     long long useful = 0, all = 0;
@@ -6608,8 +6204,7 @@ static void batch_print_stats(const Batch *b) {
         }
         all += (long long)n * longest;
     }
-    fprintf(stderr, "load             %.3f s, %d thread%s\n", e->load_seconds, e->n_threads,
-            e->n_threads == 1 ? "" : "s");
+    print_load(e);
     fprintf(stderr, "throughput       %.1f tokens/s made, %.1f rows/s, in %.2f s\n", (double)b->n_tokens / took,
             (double)e->n_rows / took, took);
     fprintf(stderr, "rows             %lld computed by continuous batching%s, %lld shared\n", e->n_rows,
@@ -6617,12 +6212,8 @@ static void batch_print_stats(const Batch *b) {
     if (all)
         fprintf(stderr, "static batching  %lld rows in batches of %d, of which %lld wasted (%.0f%%)\n", all,
                 b->n_places, all - useful, 100.0 * (double)(all - useful) / (double)all);
-    if (e->n_draft && b->n_steps)
-        fprintf(stderr, "speculation      %.2f tokens per step, %lld of %lld drafts accepted\n",
-                (double)b->n_tokens / (double)b->n_steps, b->n_accepted, b->n_drafted);
-    print_cache_memory(e->session);
-    fprintf(stderr, "peak memory      %.0f MiB\n", peak_memory_mib());
-    fprintf(stderr, "seed             %llu\n", (unsigned long long)b->seed);
+    if (e->n_draft && b->n_steps) print_speculation(b->n_tokens, b->n_steps, b->n_accepted, b->n_drafted);
+    print_memory(e, b->seed);
 }
 
 // Steps until all requests are done.
@@ -6661,7 +6252,7 @@ static int mode_batch(const Options *o) {
         die("%s: cannot open: %s", b.output, strerror(errno));
     b.places = alloc((size_t)b.n_places, sizeof *b.places, "batch");
     for (int i = 0; i < b.n_places; i++)
-        b.places[i].q.sampler = sampler_open(choose_sampling(o), 0, e.model->config.vocab_size);
+        b.places[i].q.sampler = sampler_open(o->sampling, 0, e.model->config.vocab_size);
     catch_interrupt();
     b.start = b.shown = seconds();
     batch_run(&b);
@@ -6678,44 +6269,61 @@ static int mode_batch(const Options *o) {
     free(b.places);
     free(b.results);
     free(b.known);
-    free(b.text.data);
+    free(b.input.text.data);
     engine_free(&e);
     return interrupted ? 130 : b.n_wrong ? 1 : 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §23 Bench
+// §26 Bench
 //
 // How fast is it, and how fast could it be? Decoding reads every weight once for each token, so its limit is a plain
 // read of as many bytes; reading a prompt does a multiply-add for each weight and token, so its limit is the peak of
-// that instruction. A batch is bound by both: a step takes at least the longer of the two times. Both limits are
-// measured in the same run, round about with the rest, because machines are noisy: only a share of a limit measured at
-// the same time says anything. Each figure is the median of the rounds, and so is each share: the median of its ratios,
+// that instruction. A batch is bound by both: a step takes at least the longer of the two times.
+//
+// Machines are noisy, and the speed of memory drifts by a factor of two: only a share of limits measured at the same
+// moment says anything. So both limits and what they limit take turns, a few milliseconds each, until each has had its
+// time. A figure is the median of some rounds, shown with their spread, and so is its share: the median of the ratios,
 // not the ratio of the medians.
 
 enum { BENCH_ROUNDS = 5, BENCH_SEQS = 16, BENCH_FAR = 2000, BENCH_STEPS = 12 };
 
-static const double BENCH_SECONDS = 0.02; // a measurement is repeated until it has taken as long
+static const double BENCH_SECONDS = 0.02; // each measurement takes as long, at least
 
-typedef enum { PEAK, READ, PREFILL, DECODE } FigureKind;
+// What is measured: limits first, then a prompt of n tokens, n sequences in step, one whose cache is nearly full.
+typedef enum { PEAK, READ, PREFILL, DECODE, DECODE_FAR } FigureKind;
 
-typedef struct {
-    char name[24];
+static const struct {
+    const char *name; // %d: the position
     FigureKind kind;
-    int n;        // PREFILL: tokens; DECODE: sequences
-    double limit; // for a share: what is reached in units of `value` where nothing but the limits holds it up
-    double value[BENCH_ROUNDS], share[BENCH_ROUNDS];
-} Figure;
+    int n;
+} figures[] = {{"peak", PEAK, 1},
+               {"read", READ, 1},
+               {"prefill_16", PREFILL, 16},
+               {"prefill_128", PREFILL, 128},
+               {"prefill_512", PREFILL, 512},
+               {"decode", DECODE, 1},
+               {"decode_at_%d", DECODE_FAR, 1},
+               {"batch_1", DECODE, 1},
+               {"batch_4", DECODE, 4},
+               {"batch_8", DECODE, 8},
+               {"batch_16", DECODE, 16}};
+enum { N_FIGURES = sizeof figures / sizeof *figures };
 
-// Multiply-adds count as two operations. The output matrix is left out: a prompt needs it once.
-static double operations_per_token(const Model *m) {
-    double n = 0;
-    for (int l = 0; l < m->config.n_layers; l++)
-        for (int i = 0; i < LAYER_MATRICES; i++) n += 2.0 * layer_matrix(m, l, i)->rows * layer_matrix(m, l, i)->cols;
-    return n;
-}
+// All numbers are per second: operations, bytes or tokens.
+typedef struct {
+    Engine engine;
+    int *ids; // some text
+    int far;
+    double bytes;       // of weights that a token reads
+    double operations;  // for a token. A multiply-add counts as two; the output is left out: a prompt needs it once
+    double cache_bytes; // of keys and values, which all later tokens read
+    double rounds[N_FIGURES][BENCH_ROUNDS];
+    double peaks[N_FIGURES][BENCH_ROUNDS], reads[N_FIGURES][BENCH_ROUNDS]; // measured beside it
+    double limits[N_FIGURES][BENCH_ROUNDS];                                // what these allow
+} Bench;
 
-// A sum in 16 lanes, so that nothing but memory holds it up.
+// A sum in 16 lanes, so that only memory limits it.
 static uint32_t read_words(const uint32_t *words, size_t n) {
     uint32_t lane[16] = {0}, sum = 0;
     for (size_t i = 0; i + 16 <= n; i += 16)
@@ -6735,414 +6343,249 @@ static uint32_t read_matrix(const Matrix *w, int thread, int n_threads) {
     return sum;
 }
 
-// Bytes per second of reading the weights of a token, each thread its own stretch of each matrix.
-static double measure_read(const Model *m, int n_threads) {
-    double start = seconds(), bytes = 0;
-    volatile uint32_t used = 0; // or the compiler may leave out all of it
-    do {
-        uint32_t sum = 0;
+// Read what a decoded token reads, each thread its own stretch of each matrix. Returns how many bytes that is.
+static double read_weights(const Model *m, int n_threads) {
+    uint32_t sum = 0;
 #pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : sum)
-        for (int t = 0; t < n_threads; t++) {
-            for (int l = 0; l < m->config.n_layers; l++)
-                for (int i = 0; i < LAYER_MATRICES; i++) sum += read_matrix(layer_matrix(m, l, i), t, n_threads);
-            sum += read_matrix(&m->output, t, n_threads);
+    for (int thread = 0; thread < n_threads; thread++) EACH_TENSOR(m, t, l) {
+            const Matrix *w = tensor_matrix(m, t, l);
+            if (w && w != &m->embed) sum += read_matrix(w, thread, n_threads);
         }
-        used = used + sum;
-        bytes += (double)model_bytes_per_token(m);
-    } while (seconds() - start < BENCH_SECONDS);
-    return bytes / (seconds() - start);
+    volatile uint32_t used = sum; // or the compiler may leave out all of it
+    (void)used;
+    return (double)model_bytes_per_token(m);
 }
 
-// n rounds of independent multiply-adds from registers, as fast as the instruction goes. Returns how many operations
-// that was. What it begins with and what it ends with are volatile: so the compiler can neither foresee nor drop it.
-static double kernel_peak(Type type, int n) {
+// n rounds of independent multiply-adds from registers, as fast as the instruction of a type goes. Returns how many
+// operations that was. What it begins with and what it ends with are volatile: so the compiler can neither foresee nor
+// drop it. The type is a constant where it is inlined.
+ALWAYS_INLINE double multiply_add(Type type, int n) {
     enum { CHAINS = LANES == 16 ? 16 : 12 }; // with x they fit into the registers
-#define ROUNDS(chain) \
-    for (int round = 0; round < n; round++) UNROLL for (int i = 0; i < CHAINS; i++) chain
-    volatile float seed = 1.5f, used;
+    volatile float seed = 1.5f;
     Floats floats[CHAINS], x = floats_set(seed);
     Ints ints[CHAINS], q = ints_set((int32_t)seed);
-    UNROLL for (int i = 0; i < CHAINS; i++) floats[i] = floats_set((float)i), ints[i] = ints_set(i);
-    if (is_quantized(type)) ROUNDS(ints[i] = ints_dot_int8(ints[i], ints[i], q));
-    else if (type == BF16) ROUNDS(floats[i] = floats_dot_bf16(floats[i], q, q));
-    else ROUNDS(floats[i] = floats_fma(x, x, floats[i]));
+    UNROLL for (int i = 0; i < CHAINS; i++) {
+        floats[i] = floats_set((float)i);
+        ints[i] = ints_set(i);
+    }
+    for (int round = 0; round < n; round++) {
+        UNROLL for (int i = 0; i < CHAINS; i++) {
+            if (type == I8) ints[i] = ints_dot_int8(ints[i], ints[i], q);
+            else if (type == BF16) floats[i] = floats_dot_bf16(floats[i], q, q);
+            else floats[i] = floats_fma(x, x, floats[i]);
+        }
+    }
     UNROLL for (int i = 1; i < CHAINS; i++) floats[0] = floats_fma(floats[i], floats_from_ints(ints[i]), floats[0]);
-    float lanes[LANES];
-    floats_store(lanes, floats[0]);
-    used = lanes[0];
+    volatile float used = floats[0][0];
     (void)used;
-    return 2.0 * n * CHAINS * LANES * (is_quantized(type) ? 4 : type == BF16 ? 2 : 1);
-#undef ROUNDS
+    return 2.0 * n * CHAINS * LANES * (type == I8 ? 4 : type == BF16 ? 2 : 1);
 }
 
-static double measure_peak(Type type, int n_threads) {
-    double operations = 0, start = seconds();
-#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : operations)
-    for (int i = 0; i < n_threads; i++) operations += kernel_peak(type, 3000000);
-    return operations / (seconds() - start);
-}
-
-// Tokens per second of a prompt of n tokens.
-static double measure_prefill(Session *s, const int *ids, int n) {
-    double start = seconds(), tokens = 0;
-    do {
-        prefill(s, ids, n, 0, 0);
-        tokens += n;
-    } while (seconds() - start < BENCH_SECONDS);
-    return tokens / (seconds() - start);
-}
-
-// Tokens per second of n_seqs sequences in step, from position pos on.
-static double measure_decode(Session *s, const int *ids, int n_seqs, int pos) {
-    Row rows[BENCH_SEQS];
-    double start = seconds(), tokens = 0;
-    do
-        for (int step = 0; step < BENCH_STEPS; step++) {
-            for (int i = 0; i < n_seqs; i++) rows[i] = (Row){ids[step + i], pos + step, i, true};
-            forward(s, rows, n_seqs);
-            tokens += n_seqs;
-        }
-    while (seconds() - start < BENCH_SECONDS);
-    return tokens / (seconds() - start);
-}
-
-static double median(const double *x) {
-    double sorted[BENCH_ROUNDS];
-    memcpy(sorted, x, sizeof sorted);
-    qsort(sorted, BENCH_ROUNDS, sizeof *sorted, compare_doubles);
-    return sorted[BENCH_ROUNDS / 2];
-}
-
-// One figure: its value; for a prompt also the time to its first token; for what has a limit, its share of it.
-static void print_figure(const Options *o, const Engine *e, const Figure *f) {
-    static const char *const units[][2] = {{"GOP/s", "GOP/s"}, {"GB/s", "GB/s"}, {"tokens_per_second", "tokens/s"}};
-    double value = median(f->value), share = median(f->share), first = f->n / value;
-    const char *unit = units[min_int(f->kind, PREFILL)][!o->json];
-    bool prompt = f->kind == PREFILL, decode = f->kind == DECODE && f->n == 1;
-    double rate = value * (prompt ? operations_per_token(e->model) : (double)model_bytes_per_token(e->model)) / 1e9;
-    const char *rate_unit = prompt ? "GOP/s" : "GB/s";
-    if (o->json) {
-        printf(", \"%s\": {\"%s\": %.4g", f->name, unit, value);
-        if (f->kind == PEAK) printf(", \"type\": \"%s\"", type_name(e->model->layers[0].q.type));
-        if (prompt) printf(", \"first_token_seconds\": %.6f", first);
-        if (prompt || decode) printf(", \"%s\": %.4g", rate_unit, rate);
-        if (f->limit > 0) printf(", \"share_of_limit\": %.4f", share);
-        printf("}");
-        return;
-    }
-    printf("%-16s %8.1f %s", f->name, value, unit);
-    if (f->kind == PEAK) printf(" (%s)", type_name(e->model->layers[0].q.type));
-    if (prompt || decode) printf(" = %.1f %s", rate, rate_unit);
-    if (f->limit > 0) printf(", %.0f%% of the limit", 100 * share);
-    if (prompt) printf(", first token after %.1f ms", first * 1e3);
-    printf("\n");
-}
-
-static Figure *figure_at(Figure *figures, int *n, FigureKind kind, int count, const char *format, int number) {
-    Figure *f = &figures[(*n)++];
-    f->kind = kind;
-    f->n = count;
-    snprintf(f->name, sizeof f->name, format, number);
-    return f;
-}
-
-static void figure_set(Figure *f, int round, double value, double limit) {
-    f->value[round] = value;
-    f->limit = limit;
-    f->share[round] = limit > 0 ? value / limit : 0;
-}
-
-// Fills the figures in rounds, limits and what they limit close together. Returns how many there are.
-static int measure(Engine *e, const int *ids, int far, Figure *figures) {
-    static const int prompts[] = {16, 128, 512}, batches[] = {1, 4, 8, 16};
-    const Model *m = e->model;
-    Session *s = e->session;
-    double bytes = (double)model_bytes_per_token(m), operations = operations_per_token(m);
-    double cache = (double)cache_token_bytes(&m->config, s->kv_type);
-    int n = 0, threads = e->n_threads;
-    for (int round = 0; round < BENCH_ROUNDS; round++) {
-        n = 0;
-        double peak = measure_peak(m->layers[0].q.type, threads);
-        figure_set(figure_at(figures, &n, PEAK, 0, "peak", 0), round, peak / 1e9, 0);
-        for (int i = 0; i < 3 && prompts[i] <= s->n_ctx; i++)
-            figure_set(figure_at(figures, &n, PREFILL, prompts[i], "prefill_%d", prompts[i]), round,
-                       measure_prefill(s, ids, prompts[i]), peak / operations);
-        double read = measure_read(m, threads);
-        figure_set(figure_at(figures, &n, READ, 0, "read", 0), round, read / 1e9, 0);
-        figure_set(figure_at(figures, &n, DECODE, 1, "decode", 0), round, measure_decode(s, ids, 1, 0), read / bytes);
-        if (!round) prefill(s, ids, far, 0, 0);
-        figure_set(figure_at(figures, &n, DECODE, 1, "decode_at_%d", far), round, measure_decode(s, ids, 1, far),
-                   read / (bytes + far * cache));
-        for (int i = 0; i < 4; i++) {
-            double step = fmax(bytes / read, batches[i] * operations / peak);
-            figure_set(figure_at(figures, &n, DECODE, batches[i], "batch_%d", batches[i]), round,
-                       measure_decode(s, ids, batches[i], 0), batches[i] / step);
-        }
-    }
+static double multiply_adds(Type type, int n_threads) {
+    enum { N = 300000 };
+    double n = 0;
+#pragma omp parallel for num_threads(n_threads) schedule(static) reduction(+ : n)
+    for (int i = 0; i < n_threads; i++)
+        n += is_quantized(type) ? multiply_add(I8, N) : multiply_add(type == BF16 ? BF16 : F32, N);
     return n;
 }
 
-static int mode_bench(const Options *o) {
-    Engine e = {0};
-    engine_load(&e, o, false);
-    const Config *c = &e.model->config;
-    int n_ctx = min_int(o->context ? o->context : c->n_ctx_train, BENCH_FAR + BENCH_STEPS), far = n_ctx - BENCH_STEPS;
-    if (far < 2 * BENCH_STEPS)
+// Runs figure i once. Returns how many of its units that was.
+static double figure_do(const Bench *b, int i) {
+    Session *s = b->engine.session;
+    FigureKind kind = figures[i].kind;
+    int n = figures[i].n, pos = kind == DECODE_FAR ? b->far : 0;
+    if (kind == PEAK) return multiply_adds(s->model->layers[0].q.type, s->n_threads);
+    if (kind == READ) return read_weights(s->model, s->n_threads);
+    if (kind == PREFILL) return prefill(s, b->ids, n, 0, 0) ? n : 0;
+    for (int step = 0; step < BENCH_STEPS; step++) {
+        for (int r = 0; r < n; r++) s->rows[r] = (Row){b->ids[step + r], pos + step, r, true};
+        forward(s, s->rows, n);
+    }
+    return n * BENCH_STEPS;
+}
+
+// Measures a figure and both limits in turn, and what these would allow it.
+static void figure_measure(Bench *b, int i, int round) {
+    const int all[] = {PEAK, READ, i};
+    double done[3] = {0}, took[3] = {0};
+    while (fmin(fmin(took[0], took[1]), took[2]) < BENCH_SECONDS)
+        for (int k = 0; k < 3; k++) {
+            if (took[k] >= BENCH_SECONDS) continue;
+            double start = seconds();
+            done[k] += figure_do(b, all[k]);
+            took[k] += seconds() - start;
+        }
+    for (int k = 0; k < 3; k++) b->rounds[all[k]][round] = done[k] / took[k];
+    double peak = b->peaks[i][round] = b->rounds[PEAK][round], read = b->reads[i][round] = b->rounds[READ][round];
+    double n = figures[i].n, far = figures[i].kind == DECODE_FAR ? b->far : 0;
+    double bytes = figures[i].kind == PREFILL ? 0 : b->bytes + far * b->cache_bytes;
+    b->limits[i][round] = n / fmax(bytes / read, n * b->operations / peak);
+}
+
+// The median of the rounds, and how far they are apart, as a share of it.
+static double median(const double *rounds, double *spread) {
+    double sorted[BENCH_ROUNDS];
+    memcpy(sorted, rounds, sizeof sorted);
+    qsort(sorted, BENCH_ROUNDS, sizeof *sorted, compare_doubles);
+    double middle = sorted[BENCH_ROUNDS / 2];
+    *spread = (sorted[BENCH_ROUNDS - 1] - sorted[0]) / middle;
+    return middle;
+}
+
+// A list of a figure in each round, as a member of an object.
+static void print_list(const char *name, const double *x, double unit) {
+    printf(", \"%s\": [", name);
+    for (int i = 0; i < BENCH_ROUNDS; i++) printf(i ? ", %.6g" : "%.6g", x[i] / unit);
+    printf("]");
+}
+
+// One figure: its value; for a prompt also the time to its first token; for what has a limit, its share of it.
+static void print_figure(const Bench *b, int i, bool json) {
+    FigureKind kind = figures[i].kind;
+    bool prompt = kind == PREFILL, limited = kind >= PREFILL, alone = limited && figures[i].n == 1;
+    const char *rate_unit = kind == PEAK || prompt ? "GOP/s" : "GB/s", *unit = limited ? "tokens/s" : rate_unit;
+    double scale = limited ? 1 : 1e9, spread, unused, shares[BENCH_ROUNDS];
+    double value = median(b->rounds[i], &spread) / scale, first = figures[i].n / value;
+    double rate = value * (prompt ? b->operations : b->bytes) / 1e9;
+    char name[32];
+    snprintf(name, sizeof name, figures[i].name, b->far);
+    for (int round = 0; round < BENCH_ROUNDS; round++) shares[round] = b->rounds[i][round] / b->limits[i][round];
+    double share = median(shares, &unused);
+    if (json) printf(", \"%s\": {\"%s\": %.6g", name, limited ? "tokens_per_second" : unit, value);
+    else printf("%-16s %8.1f %s ± %.0f%%", name, value, unit, 50 * spread);
+    if (kind == PEAK) printf(json ? ", \"type\": \"%s\"" : " (%s)", type_name(b->engine.model->layers[0].q.type));
+    if ((prompt || alone) && json) printf(", \"%s\": %.6g", rate_unit, rate);
+    if ((prompt || alone) && !json) printf(" = %.1f %s", rate, rate_unit);
+    if (limited) printf(json ? ", \"share_of_limit\": %.6g" : ", %.0f%% of the limit", json ? share : 100 * share);
+    if (prompt)
+        printf(json ? ", \"first_token_seconds\": %.6g" : ", first token after %.1f ms", first * (json ? 1 : 1e3));
+    if (limited && json) {
+        print_list("limits", b->limits[i], scale);
+        print_list("peak", b->peaks[i], 1e9);
+        print_list("read", b->reads[i], 1e9);
+    }
+    if (json) print_list("rounds", b->rounds[i], scale);
+    if (json) printf(", \"spread\": %.6g}", spread);
+    else printf("\n");
+}
+
+static void bench_open(Bench *b, const Options *o) {
+    Engine *e = &b->engine;
+    engine_load(e, o, false);
+    const Config *c = &e->model->config;
+    int n_ctx = min_int(o->context ? o->context : c->n_ctx_train, BENCH_FAR + BENCH_STEPS);
+    if (n_ctx < 3 * BENCH_STEPS)
         die_usage("bench: expected a context of at least %d (--context), got %d", 3 * BENCH_STEPS, n_ctx);
-    int rows = max_int(o->chunk, BENCH_SEQS);
-    e.session = session_open(e.model, choose_kv_type(o, e.model), n_ctx, BENCH_SEQS, rows, BENCH_SEQS, e.n_threads);
-    int *ids = alloc((size_t)n_ctx + BENCH_SEQS, sizeof *ids, "bench");
-    for (int i = 0; i < n_ctx + BENCH_SEQS; i++) ids[i] = (int)((i * 7919LL + 3) % c->vocab_size);
-    Figure figures[16] = {0};
-    int n = measure(&e, ids, far, figures);
-    const char *head = o->json ? "{\"load_seconds\": %.4f, \"memory_mib\": %.1f, \"threads\": %d"
-                               : "load             %8.3f s\npeak memory      %8.0f MiB\nthreads          %8d\n";
-    printf(head, e.load_seconds, peak_memory_mib(), e.n_threads);
-    for (int i = 0; i < n; i++) print_figure(o, &e, &figures[i]);
+    e->session = session_open(e->model, choose_kv_type(o, e->model), n_ctx, BENCH_SEQS, max_int(o->chunk, BENCH_SEQS),
+                              BENCH_SEQS, e->n_threads);
+    b->far = n_ctx - BENCH_STEPS;
+    b->ids = alloc((size_t)n_ctx + BENCH_SEQS, sizeof *b->ids, "bench");
+    for (int i = 0; i < n_ctx + BENCH_SEQS; i++) b->ids[i] = (int)((i * 7919LL + 3) % c->vocab_size);
+    b->bytes = (double)model_bytes_per_token(e->model);
+    b->cache_bytes = (double)cache_token_bytes(c, e->session->kv_type);
+    for (const Tensor *t = tensors; t < tensors + N_TENSORS; t++)
+        if (t->in_layer && t->rows != VECTOR)
+            b->operations += 2.0 * c->n_layers * dim_of(c, t->rows) * dim_of(c, t->cols);
+}
+
+static int mode_bench(const Options *o) {
+    Bench b = {0};
+    bench_open(&b, o);
+    prefill(b.engine.session, b.ids, b.far, 0, 0);
+    for (int round = 0; round < BENCH_ROUNDS; round++)
+        for (int i = PREFILL; i < N_FIGURES; i++)
+            if (figures[i].kind != PREFILL || figures[i].n <= b.engine.session->n_ctx) figure_measure(&b, i, round);
+    const char *head =
+        o->json ? "{\"load_seconds\": %.4f, \"memory_mib\": %.1f, \"threads\": %d, \"bytes_per_token\": %.0f, "
+                  "\"operations_per_token\": %.0f, \"cache_bytes_per_token\": %.0f"
+                : "load             %8.3f s\npeak memory      %8.0f MiB\nthreads          %8d\n";
+    printf(head, b.engine.load_seconds, peak_memory_mib(), b.engine.n_threads, b.bytes, b.operations, b.cache_bytes);
+    for (int i = 0; i < N_FIGURES; i++)
+        if (b.rounds[i][0] > 0) print_figure(&b, i, o->json);
     if (o->json) printf("}\n");
-    write_out("", 0);
-    free(ids);
-    engine_free(&e);
+    free(b.ids);
+    engine_free(&b.engine);
     return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// §24 Command line
+// §27 Command line
 //
-// One table says what an option is called, what it takes, where its value goes and what it is for. Parsing and help
-// read the table, so neither can forget an option. llama2.c's options keep their letters and meaning.
+// Reads the options, and calls the mode. What there is to read and to say is in the table of §16.
 
-typedef enum { FLAG, TEXT, LIST, REAL, INTEGER, SEED } Kind;
-
-typedef struct {
-    char letter; // or 0
-    const char *name;
-    Kind kind;
-    size_t offset; // of the value in Options
-    double min, max;
-    const char *initial; // the default, written as a user would
-    const char *argument, *help;
-    const char *group; // a heading in front of it, or NULL
-} Option;
-
-#define AT(field) offsetof(Options, field)
-static const Option options[] = {
-    {'m', "mode", TEXT, AT(mode), 0, 0, "generate", "MODE",
-     "generate, chat, tokenize, info, perplexity, batch or bench", "What to do"},
-    {'i', "prompt", TEXT, AT(prompt), 0, 0, NULL, "TEXT", "the prompt, or the first message of a chat", NULL},
-    {'f', "file", TEXT, AT(file), 0, 0, NULL, "FILE", "read the prompt or text from FILE; - is standard input", NULL},
-    {'n', "tokens", INTEGER, AT(n_tokens), 0, INT_MAX, NULL, "N",
-     "new tokens at most; 0: until the context is full (256; chat 0)", NULL},
-    {0, "stop", LIST, AT(stops), 0, 0, NULL, "TEXT", "end before this text appears; may be repeated", NULL},
-    {0, "ignore-eos", FLAG, AT(ignore_eos), 0, 0, NULL, NULL, "go on behind the token that ends a text", NULL},
-    {'z', "tokenizer", TEXT, AT(tokenizer), 0, 0, NULL, "FILE",
-     "the tokenizer (the checkpoint's own, else tokenizer.bin)", NULL},
-    {0, "no-bos", FLAG, AT(no_bos), 0, 0, NULL, NULL, "do not begin with the BOS token", NULL},
-    {0, "special", FLAG, AT(special), 0, 0, NULL, NULL, "find special tokens such as <|im_start|> in the text", NULL},
-    {'t', "temperature", REAL, AT(temperature), 0, 1e6, "1.0", "T", "0 takes the most likely token", "Sampling"},
-    {'p', "top-p", REAL, AT(top_p), 0, 1, "0.9", "P", "sample from the nucleus of mass P; 0 or 1: off", NULL},
-    {'k', "top-k", INTEGER, AT(top_k), 0, INT_MAX, "0", "K", "sample from the K most likely; 0: off", NULL},
-    {0, "min-p", REAL, AT(min_p), 0, 1, "0", "P", "drop tokens below P times the most likely one's probability", NULL},
-    {0, "repeat-penalty", REAL, AT(repeat_penalty), 1e-6, 1e6, "1.0", "R",
-     "above 1: make tokens of the text so far less likely", NULL},
-    {'s', "seed", SEED, AT(seed), 0, 0, NULL, "N", "64-bit seed (from the clock; --stats shows it)", NULL},
-    {'c', "context", INTEGER, AT(context), 1, 1 << 26, NULL, "N", "positions to keep (the model's, at most 4096)",
-     "Context"},
-    {0, "kv", TEXT, AT(kv), 0, 0, NULL, "TYPE", "key/value cache: f32, f16 or q8 (f16, but f32 for f32 weights)", NULL},
-    {0, "on-full", TEXT, AT(on_full), 0, 0, "stop", "WHAT", "with a full context stop, or slide: drop the older half",
-     NULL},
-    {0, "rope-scaling", TEXT, AT(rope_scaling), 0, 0, NULL, "HOW",
-     "stretch the context: linear, ntk or yarn (as the file says)", NULL},
-    {0, "rope-factor", REAL, AT(rope_factor), 1, 1e4, NULL, "F", "by how much --rope-scaling stretches it", NULL},
-    {'j', "threads", INTEGER, AT(threads), 1, 1024, NULL, "N",
-     "threads (one for each physical core; one for tiny models)", "Speed"},
-    {0, "chunk", INTEGER, AT(chunk), 1, 1 << 16, "256", "N", "prompt tokens that are computed together", NULL},
-    {0, "lookup", INTEGER, AT(lookup), 0, MAX_DRAFT, "0", "N",
-     "guess N tokens ahead from the text so far: the same text, faster", NULL},
-    {0, "draft", TEXT, AT(draft), 0, 0, NULL, "MODEL", "guess with a small model of the same vocabulary", NULL},
-    {0, "draft-tokens", INTEGER, AT(n_draft), 1, MAX_DRAFT, "4", "N", "with --draft: guess N tokens ahead", NULL},
-    {'y', "system", TEXT, AT(system), 0, 0, NULL, "TEXT", "the system prompt", "Chat"},
-    {0, "template", TEXT, AT(template), 0, 0, NULL, "NAME",
-     "plain, llama-2, llama-3, chatml, mistral or zephyr (the file's)", NULL},
-    {0, "session", TEXT, AT(session), 0, 0, NULL, "FILE",
-     "go on with the conversation in FILE; save it there at the end", NULL},
-    {0, "think", FLAG, AT(think), 0, 0, NULL, NULL, "Qwen 3 thinks before it answers (its default)", NULL},
-    {0, "no-think", FLAG, AT(no_think), 0, 0, NULL, NULL, "Qwen 3 answers at once", NULL},
-    {'b', "batch", INTEGER, AT(batch), 1, 4096, "16", "N", "sequences at once", "Batch"},
-    {'o', "output", TEXT, AT(output), 0, 0, NULL, "FILE", "where the results go (standard output)", NULL},
-    {0, "unordered", FLAG, AT(unordered), 0, 0, NULL, NULL, "results as they finish, not in the order of the input",
-     NULL},
-    {0, "resume", FLAG, AT(resume), 0, 0, NULL, NULL, "go on with the --output of an interrupted run", NULL},
-    {0, "window", INTEGER, AT(window), 2, 1 << 26, NULL, "N", "tokens in a window (512)", "Perplexity"},
-    {0, "stride", INTEGER, AT(stride), 1, 1 << 26, NULL, "N", "tokens from window to window (half of it)", NULL},
-    {0, "json", FLAG, AT(json), 0, 0, NULL, NULL, "generate, chat, bench: results as JSON", "Output"},
-    {0, "logprobs", INTEGER, AT(logprobs), 0, 1000, NULL, "N",
-     "score each token and the N likeliest (with --json, in a batch)", NULL},
-    {0, "echo", FLAG, AT(echo), 0, 0, NULL, NULL, "show and score the prompt, too (with --json, in a batch)", NULL},
-    {0, "stats", FLAG, AT(stats), 0, 0, NULL, NULL, "speed, memory and seed, on standard error", NULL},
-    {'h', "help", FLAG, AT(help), 0, 0, NULL, NULL, "this text", NULL},
-    {0, "man", FLAG, AT(man), 0, 0, NULL, NULL, "the manual page: run --man | man -l -", NULL},
-    {0, "version", FLAG, AT(version), 0, 0, NULL, NULL, "the version", NULL},
-};
-enum { N_OPTIONS = sizeof options / sizeof *options };
-
-static const struct {
-    const char *name;
-    int (*run)(const Options *);
-} modes[] = {{"generate", mode_generate},     {"chat", mode_chat},   {"tokenize", mode_tokenize}, {"info", mode_info},
-             {"perplexity", mode_perplexity}, {"batch", mode_batch}, {"bench", mode_bench}};
-enum { N_MODES = sizeof modes / sizeof *modes };
+static int (*const modes[N_MODES])(const Options *) = {mode_generate,   mode_chat,  mode_tokenize, mode_info,
+                                                       mode_perplexity, mode_batch, mode_bench}; // of mode_words
 
 static void print_help(void) {
     printf("run %s: inference of Llama-family models\n\n", RUN_VERSION);
     printf("usage: run MODEL [options], as in: run model.gguf -i \"Once upon a time\" -n 100\n");
-    for (int i = 0; i < N_OPTIONS; i++) {
-        const Option *o = &options[i];
+    for (const Option *o = options; o < options + N_OPTIONS; o++) {
         char letter[4] = "   ", left[64];
+        Text words = {0};
+        if (o->words) text_append_words(&words, o->words);
+        text_append(&words, "", 1); // ends it
         if (o->group) printf("%s:\n", o->group);
         if (o->letter) snprintf(letter, sizeof letter, "-%c,", o->letter);
         snprintf(left, sizeof left, "%s --%s %s", letter, o->name, o->argument ? o->argument : "");
-        printf("  %-26s %s", left, o->help);
-        if (o->initial) printf(" (%s)", o->initial);
-        printf("\n");
+        printf("  %-26s ", left);
+        printf(o->help, words.data);
+        printf(o->initial ? " (%s)\n" : "\n", o->initial);
+        free(words.data);
     }
     printf("Without -i and -f, redirected standard input is the prompt. Text goes to standard output, all else\n"
            "to standard error. Exit code: 0 done, 1 bad data or failure, 2 bad usage, 130 after Ctrl-C.\n");
 }
 
-// A text for troff: minus signs are minus signs, and no line begins with a command.
-static void print_troff(const char *s) {
-    if (*s == '.' || *s == '\'') printf("\\&");
-    for (; *s; s++) {
-        if (*s == '-') printf("\\-");
-        else if (*s == '\\') printf("\\e");
-        else putchar(*s);
-    }
+// Whether so many edits of single characters turn a[0..n) into b (Levenshtein).
+static bool within_edits(const char *a, size_t n, const char *b, int edits) {
+    for (; n > 0 && *a == *b; n--, a++) b++;
+    if (n == 0 && !*b) return true;
+    if (edits == 0) return false;
+    return (n > 0 && within_edits(a + 1, n - 1, b, edits - 1)) || (*b && within_edits(a, n, b + 1, edits - 1)) ||
+           (n > 0 && *b && within_edits(a + 1, n - 1, b + 1, edits - 1));
 }
 
-// The manual page, from the same table as the help. Ref: man(7).
-static void print_man(void) {
-    printf(".TH RUN 1 \"\" \"run %s\"\n.SH NAME\nrun \\- inference of Llama\\-family language models\n", RUN_VERSION);
-    printf(".SH SYNOPSIS\n.B run\n.I MODEL\n.RI [ options ]\n.SH DESCRIPTION\n");
-    printf("Runs the model in a checkpoint (GGUF, flat, or of llama2.c) on the processor: writes on from a prompt, or\n"
-           "chats. Text goes to standard output, everything else to standard error. Without\n.B \\-i\nand\n.B \\-f\n"
-           "redirected standard input is the prompt.\n");
-    for (int i = 0; i < N_OPTIONS; i++) {
-        const Option *o = &options[i];
-        if (o->group) printf(".SH %s\n", o->group);
-        printf(".TP\n.B ");
-        if (o->letter) printf("\\-%c, ", o->letter);
-        printf("\\-\\-");
-        print_troff(o->name);
-        if (o->argument) printf(" %s", o->argument);
-        printf("\n");
-        print_troff(o->help);
-        if (o->initial) printf(" (%s)", o->initial);
-        printf("\n");
-    }
-    printf(".SH EXIT STATUS\n0 done, 1 bad data or failure, 2 bad usage, 130 after Ctrl\\-C.\n");
-}
-
-// The number of single-character edits that turn a into b (Levenshtein), for texts below 32 characters.
-static int edit_distance(const char *a, const char *b) {
-    size_t m = strlen(a), n = strlen(b);
-    int row[32];
-    if (m > 31 || n > 31) return 99;
-    for (size_t j = 0; j <= n; j++) row[j] = (int)j;
-    for (size_t i = 1; i <= m; i++) {
-        int diagonal = row[0];
-        row[0] = (int)i;
-        for (size_t j = 1; j <= n; j++) {
-            int substitute = diagonal + (a[i - 1] != b[j - 1]);
-            diagonal = row[j];
-            row[j] = min_int(substitute, 1 + min_int(row[j], row[j - 1]));
-        }
-    }
-    return row[n];
-}
-
-static noreturn void unknown_option(const char *argument, const char *name) {
-    int nearest = 0;
-    for (int i = 1; i < N_OPTIONS; i++)
-        if (edit_distance(name, options[i].name) < edit_distance(name, options[nearest].name)) nearest = i;
-    if (strlen(name) > 1 && edit_distance(name, options[nearest].name) <= max_int(2, (int)strlen(name) / 3))
-        die_usage("unknown option %s, did you mean --%s?", argument, options[nearest].name);
+// name: [n] what is after the dashes. Where it is nearly that of an option, that is what was meant.
+static noreturn void unknown_option(const char *argument, const char *name, size_t n) {
+    for (int edits = 0; n > 1 && n < 32 && edits <= max_int(2, (int)n / 3); edits++)
+        for (const Option *o = options; o < options + N_OPTIONS; o++)
+            if (within_edits(name, n, o->name, edits))
+                die_usage("unknown option %s, did you mean --%s?", argument, o->name);
     die_usage("unknown option %s (run -h lists them)", argument);
-}
-
-// Put the value of an option where it belongs. Numbers must be numbers from end to end, and in range.
-static void option_set(Options *o, const Option *option, const char *value) {
-    char *field = (char *)o + option->offset, *end = NULL;
-    errno = 0;
-    bool number = isdigit((unsigned char)*value) || (strchr("-+.", *value) && *value);
-    switch (option->kind) {
-    case FLAG: *(bool *)field = true; return;
-    case TEXT: *(const char **)field = value; return;
-    case LIST:
-        if (!*value) die_usage("--%s: expected a text, got an empty one", option->name);
-        o->stops[o->n_stops++] = value;
-        return;
-    case REAL: {
-        double x = strtod(value, &end);
-        if (!number || *end || !isfinite(x) || strpbrk(value, "xX") || x < option->min || x > option->max)
-            die_usage("--%s: expected a number from %g to %g, got '%s'", option->name, option->min, option->max, value);
-        *(double *)field = x;
-        return;
-    }
-    case INTEGER: {
-        long long n = strtoll(value, &end, 10);
-        if (!number || *end || errno || (double)n < option->min || (double)n > option->max)
-            die_usage("--%s: expected a whole number from %.0f to %.0f, got '%s'", option->name, option->min,
-                      option->max, value);
-        *(int *)field = (int)n;
-        return;
-    }
-    case SEED: {
-        unsigned long long n = strtoull(value, &end, 10);
-        if (!isdigit((unsigned char)*value) || *end || errno)
-            die_usage("--%s: expected a whole number from 0 to 2^64 - 1, got '%s'", option->name, value);
-        *(uint64_t *)field = n;
-        o->seed_given = true;
-        return;
-    }
-    }
 }
 
 // The option that argument names, `--name`, `--name=value`, `-x` or `-xvalue`. *value: the value in it, or NULL.
 static const Option *option_find(const char *argument, const char **value) {
     bool is_long = argument[1] == '-';
-    const char *name = argument + (is_long ? 2 : 1), *equals = is_long ? strchr(name, '=') : NULL;
-    size_t len = equals ? (size_t)(equals - name) : strlen(name);
-    for (int i = 0; i < N_OPTIONS && !is_long; i++) // -top-p is a slip, not -t with the value op-p
-        if (!strcmp(name, options[i].name))
-            die_usage("unknown option %s, did you mean --%s?", argument, options[i].name);
-    for (int i = 0; i < N_OPTIONS; i++) {
-        const Option *o = &options[i];
-        if (is_long && strlen(o->name) == len && !memcmp(o->name, name, len)) {
-            *value = equals ? equals + 1 : NULL;
-            return o;
-        }
-        if (!is_long && o->letter && o->letter == name[0]) {
-            *value = name[1] ? name + 1 : NULL;
-            return o;
-        }
+    const char *name = argument + 1 + is_long;
+    size_t n = is_long ? strcspn(name, "=") : strlen(name);
+    const Option *found = NULL;
+    for (const Option *o = options; o < options + N_OPTIONS; o++) {
+        bool named = strlen(o->name) == n && !memcmp(o->name, name, n);
+        if (named && !is_long) unknown_option(argument, name, n); // -top-p is a slip, not -t with the value op-p
+        if (named || (!is_long && o->letter == *name)) found = o;
     }
-    if (!is_long && strlen(name) == 1) unknown_option(argument, name);
-    char bare[32];
-    snprintf(bare, sizeof bare, "%.*s", (int)min_int((int)min_int(INT_MAX, (int)len), 31), name);
-    unknown_option(argument, bare);
+    if (!found) unknown_option(argument, name, n);
+    const char *rest = name + (is_long ? n : 1);
+    *value = *rest ? rest + is_long : NULL;
+    return found;
+}
+
+static void set_or_die(Options *o, const Option *option, const char *value) {
+    Text wrong = {0};
+    if (!option_set(o, option, value, &wrong)) die_usage("--%s: %.*s", option->name, (int)wrong.len, wrong.data);
 }
 
 static Options parse_options(int argc, char **argv) {
-    Options o = {.n_tokens = -1, .logprobs = -1};
+    Options o = {.kv = -1, .rope_scaling = -1, .template = -1, .n_tokens = -1, .logprobs = -1};
     o.stops = alloc((size_t)argc + 1, sizeof *o.stops, "options");
     for (int i = 0; i < N_OPTIONS; i++)
-        if (options[i].initial) option_set(&o, &options[i], options[i].initial);
+        if (options[i].initial) set_or_die(&o, &options[i], options[i].initial);
     for (int i = 1; i < argc; i++) {
         if (argv[i][0] != '-' || !argv[i][1]) {
             if (o.checkpoint)
-                die_usage("expected one checkpoint, got '%s' and '%s' (a prompt goes behind -i)", o.checkpoint,
-                          argv[i]);
+                die_usage("expected one checkpoint, got '%s' and '%s' (a prompt goes after -i)", o.checkpoint, argv[i]);
             o.checkpoint = argv[i];
             continue;
         }
@@ -7150,202 +6593,38 @@ static Options parse_options(int argc, char **argv) {
         const Option *option = option_find(argv[i], &value);
         if (option->kind == FLAG && value) die_usage("--%s: expected no value, got '%s'", option->name, value);
         if (option->kind != FLAG && !value) {
-            if (i + 1 >= argc) die_usage("--%s: expected %s behind it, got nothing", option->name, option->argument);
+            if (i + 1 >= argc) die_usage("--%s: expected %s after it, got nothing", option->name, option->argument);
             value = argv[++i];
         }
-        option_set(&o, option, value ? value : "");
+        set_or_die(&o, option, value ? value : "");
     }
     return o;
 }
 
-#ifdef RUN_LIBRARY
-#define main lib_main // the door below is the way in
-#endif
-
-// A value that is one of three words, or of two.
-static void check_word(const char *option, const char *value, const char *a, const char *b, const char *c) {
-    if (!value || !strcmp(value, a) || !strcmp(value, b) || (c && !strcmp(value, c))) return;
-    die_usage("--%s: expected %s%s%s or %s, got '%s'", option, a, c ? ", " : "", c ? b : "", c ? c : b, value);
-}
-
 static void check_options(const Options *o) {
-    check_word("kv", o->kv, "f32", "f16", "q8");
-    check_word("on-full", o->on_full, "stop", "slide", NULL);
-    check_word("rope-scaling", o->rope_scaling, "linear", "ntk", "yarn");
-    if (o->template) template_by_name(o->template);
+    bool batch = o->mode == MODE_BATCH, reads = o->mode == MODE_TOKENIZE || o->mode == MODE_PERPLEXITY;
     if (o->think && o->no_think) die_usage("--think and --no-think: expected one of the two, got both");
     if (o->prompt && o->file) die_usage("--prompt and --file: expected one of the two, got both");
     if (o->draft && o->lookup) die_usage("--draft and --lookup: expected one of the two, got both");
-    if ((o->output || o->resume || o->unordered) && strcmp(o->mode, "batch"))
-        die_usage("--output, --resume and --unordered: are for -m batch, got -m %s", o->mode);
-    if (o->echo && !strcmp(o->mode, "chat")) die_usage("--echo: is for generate --json and batch");
-    if (o->logprobs >= 0 && !o->json && strcmp(o->mode, "batch"))
+    if ((o->output || o->resume || o->unordered) && !batch)
+        die_usage("--output, --resume and --unordered: are for -m batch, got -m %s", mode_words[o->mode]);
+    if (o->echo && o->mode == MODE_CHAT) die_usage("--echo: is for generate --json and batch");
+    if (o->logprobs >= 0 && !o->json && !batch)
         die_usage("--logprobs: expected --json with it, where they can be printed");
-    if (o->rope_factor && !o->rope_scaling) die_usage("--rope-factor: expected --rope-scaling with it");
-    if (o->rope_scaling && !o->rope_factor) die_usage("--rope-scaling: expected --rope-factor with it");
+    if (o->rope_factor && o->rope_scaling < 0) die_usage("--rope-factor: expected --rope-scaling with it");
+    if (o->rope_scaling >= 0 && !o->rope_factor) die_usage("--rope-scaling: expected --rope-factor with it");
+    if (reads && !o->prompt && !o->file && !stdin_is_redirected())
+        die_usage("-m %s: expected a text in --prompt, --file or standard input", mode_words[o->mode]);
 }
 
 int main(int argc, char **argv) {
     Options o = parse_options(argc, argv);
+    int status = 0;
     check_options(&o);
-    int status = -1;
-    if (o.help || o.man || o.version) {
-        if (o.help) print_help();
-        else if (o.man) print_man();
-        else printf("run %s\n", RUN_VERSION);
-        write_out("", 0);
-        status = 0;
-    }
-    for (int i = 0; i < N_MODES && status < 0; i++)
-        if (!strcmp(o.mode, modes[i].name)) status = modes[i].run(&o);
-    if (status < 0)
-        die_usage("--mode: expected generate, chat, tokenize, info, perplexity, batch or bench, got '%s'", o.mode);
+    if (o.help) print_help();
+    else if (o.version) printf("run %s\n", RUN_VERSION);
+    else status = modes[o.mode](&o);
+    write_out("", 0); // nothing may stay unwritten unnoticed
     free(o.stops);
     return status;
 }
-
-#ifdef RUN_LIBRARY
-// ---------------------------------------------------------------------------------------------------------------------
-// The library door: with -DRUN_LIBRARY this file becomes a shared library without main, for tests and fuzzers.
-
-#define API __attribute__((visibility("default")))
-
-API void *lib_model(const char *path, int n_threads) {
-    Checkpoint *checkpoint = checkpoint_open(path);
-    Model *m = model_load(checkpoint, n_threads);
-    checkpoint_close(checkpoint);
-    return m;
-}
-
-API void lib_model_free(void *model) {
-    model_free(model);
-}
-
-API int lib_vocab_size(const void *model) {
-    return ((const Model *)model)->config.vocab_size;
-}
-
-API void *lib_session(const void *model, int n_ctx, int n_seqs, int max_rows, int n_threads) {
-    return session_open(model, F32, n_ctx, n_seqs, max_rows, max_rows, n_threads);
-}
-
-// --rope-scaling: 1 linear, 2 yarn, 3 ntk; and --rope-factor
-API void lib_rope_stretch(void *model, int scaling, double factor) {
-    rope_stretch(model, (RopeScaling)scaling, factor);
-}
-
-// With a key/value cache of another type: 0 f32, 1 f16, 3 int8.
-API void *lib_session_kv(const void *model, int kv_type, int n_ctx, int n_seqs, int max_rows, int n_threads) {
-    return session_open(model, (Type)kv_type, n_ctx, n_seqs, max_rows, max_rows, n_threads);
-}
-
-API void lib_session_free(void *session) {
-    session_free(session);
-}
-
-// logits: [rows that want them, vocab_size]
-API void lib_forward(void *session, int n, const int *token, const int *pos, const int *seq, const uint8_t *want,
-                     float *logits) {
-    Session *s = session;
-    Row *rows = alloc((size_t)n, sizeof *rows, "rows");
-    for (int r = 0; r < n; r++) rows[r] = (Row){token[r], pos[r], seq[r], want[r]};
-    forward(s, rows, n);
-    size_t vocab = (size_t)s->model->config.vocab_size;
-    for (size_t i = 0; i < (size_t)s->n_wanted; i++)
-        memcpy(logits + i * vocab, s->logits + i * s->vocab_stride, vocab * sizeof *logits);
-    free(rows);
-}
-
-API void *lib_tokenizer(const char *path) {
-    Checkpoint *checkpoint = checkpoint_open(path);
-    Tokenizer *t = tokenizer_load(checkpoint);
-    checkpoint_close(checkpoint);
-    return t;
-}
-
-API void lib_tokenizer_free(void *tokenizer) {
-    tokenizer_free(tokenizer);
-}
-
-API int lib_encode(const void *tokenizer, const char *text, int len, int bos, int *out) {
-    const Tokenizer *t = tokenizer;
-    Ids ids = {0};
-    if (bos) ids_append(&ids, t->bos);
-    tokenizer_encode(t, text, (size_t)len, false, &ids);
-    if (ids.len) memcpy(out, ids.id, (size_t)ids.len * sizeof *out);
-    free(ids.id);
-    return ids.len;
-}
-
-API int lib_decode(const void *tokenizer, const int *ids, int n, char *out) {
-    Decoder decoder = {0};
-    Text text = {0};
-    for (int i = 0; i < n; i++) decoder_push(&decoder, tokenizer, ids[i], &text);
-    decoder_flush(&decoder, &text);
-    if (text.len) memcpy(out, text.data, text.len);
-    free(text.data);
-    return (int)text.len;
-}
-
-// A conversation of n messages as ids: roles 0 system, 1 user, 2 assistant. template: a name, or NULL for the file's own.
-API int lib_chat(const void *tokenizer, const char *template, const char *source, int silent, int n, const int *roles,
-                 char *const *texts, int *out) {
-    const Tokenizer *t = tokenizer;
-    Template chosen = template_choose(template, source ? source : t->chat_template, t->path);
-    chosen.silent = silent;
-    Message *messages = alloc((size_t)n + 1, sizeof *messages, "messages");
-    for (int i = 0; i < n; i++) messages[i] = (Message){(Role)roles[i], texts[i], strlen(texts[i])};
-    Ids ids = template_render(&chosen, t, messages, n);
-    if (ids.len) memcpy(out, ids.id, (size_t)ids.len * sizeof *out);
-    free(ids.id);
-    free(messages);
-    return ids.len;
-}
-
-API void lib_seed(uint64_t seed, uint64_t *state) {
-    *state = rng_seed(seed);
-}
-
-API int lib_sample(const float *logits, int n, float temperature, float top_p, int top_k, float min_p,
-                   float repeat_penalty, const int *history, int n_history, uint64_t *state) {
-    Sampler *s = sampler_open((Sampling){temperature, top_p, min_p, repeat_penalty, top_k}, 1, n);
-    s->rng = *state;
-    int id = sampler_pick(s, logits, history, n_history);
-    *state = s->rng;
-    sampler_free(s);
-    return id;
-}
-
-API int lib_default_threads(void) {
-    return default_threads();
-}
-
-// A row of a GGUF format as floats, cols of them.
-API void lib_unpack(uint32_t format, const uint8_t *row, int cols, float *out) {
-    unpack_row(format_by_id(format), row, cols, out);
-}
-
-// y[n][rows] = x[n][cols] . w^T for a matrix as a file stores it, row by row: a format of GGUF by its id (F32 is 0),
-// or, with scales (float [rows][cols / group]), int8. Where `back` is not NULL it gets the matrix out of its panels
-// again.
-API void lib_matmul(uint32_t format, int rows, int cols, int group, const uint8_t *w, const uint8_t *scales,
-                    const float *x, int n, float *y, int n_threads, float *back) {
-    Model m = {.n_threads = n_threads};
-    Matrix matrix = matrix_load(&m, rows, cols, (Source){format_by_id(format), w, scales, group, 0});
-    for (int r = 0; back && r < rows; r++) matrix_row(back + (size_t)r * (size_t)cols, &matrix, r);
-    size_t y_stride = pad((size_t)rows, PANEL), count = (size_t)n;
-    Activations in = activations_open(&m, n, cols);
-    in.strip = n == 1 ? 1 : STRIP;
-    float *out = alloc(count * y_stride, sizeof *out, "y");
-    for (int r = 0; r < n; r++) {
-        memcpy(in.f + (size_t)r * in.stride, x + (size_t)r * (size_t)cols, (size_t)cols * sizeof *x);
-        prepare_row(&in, r, cols);
-    }
-#pragma omp parallel num_threads(n_threads)
-    matmul(out, y_stride, &in, n, &matrix);
-    for (size_t r = 0; r < count; r++) memcpy(y + r * (size_t)rows, out + r * y_stride, (size_t)rows * sizeof *y);
-    activations_free(&in);
-    free(out);
-    matrix_free(&matrix);
-}
-#endif

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import functools
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pty
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import struct
@@ -27,7 +29,7 @@ import time
 import unicodedata
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +46,9 @@ TOKENIZERS = ROOT.parent / "shared" / "tokenizers"
 needs_shared = pytest.mark.skipif(not MODELS.is_dir(), reason="no ../shared/models")
 LLAMA2 = ROOT / "tokenizer.bin"
 
+# Seconds after which what still runs is taken to hang. No test measures time, for a machine may have other load.
+PATIENCE = int(os.environ.get("PATIENCE", 600))
+
 # Processes and threads share few processors here, and a thread that waits for another must not keep it from running.
 PATIENT = dict(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="0")
 for name, value in PATIENT.items():
@@ -59,11 +64,11 @@ def everything_is_built():  # no test may have a parameter of this name, for it 
         subprocess.run(["make", "-s", "run", "plain", "debug", "library"], cwd=ROOT, check=True)
 
 
-def run(*arguments, text=None, program="run", timeout=60, **options):
+def run(*arguments, text=None, program="run", **options):
     """./run with these arguments. text: bytes piped to standard input, which is /dev/null otherwise."""
     source = dict(stdin=subprocess.DEVNULL) if text is None else dict(input=text)
     options["env"] = os.environ | options.get("env", {})
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout) | source | options
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=PATIENCE) | source | options
     return subprocess.run([ROOT / program, *map(str_or_bytes, arguments)], **options)
 
 
@@ -79,15 +84,96 @@ def output(*arguments, **options):
 
 
 def refused(code, *arguments, naming=(), **options):
-    """It must end with this code, print nothing on standard output and one line with these words on standard error."""
+    """It must end with this code, print nothing on standard output and one line with these words and numbers on standard
+    error; paths do not count as words."""
     result = run(*arguments, **options)
-    message = result.stderr.decode()
+    message = said = result.stderr.decode()
     assert result.returncode == code, (result.returncode, message)
     assert not result.stdout
     assert message.startswith("run: ") and message.endswith("\n") and message.count("\n") == 1, message
+    for path in naming:
+        if isinstance(path, Path):
+            assert str(path) in message, message
+            said = said.replace(str(path), "")
     for word in naming:
-        assert str(word) in message, message
+        found = re.search(rf"(?<!\d){word}(?!\d)", said) if isinstance(word, int) else str(word) in message
+        assert found, (word, message)
     return message
+
+
+SANITIZERS = dict(
+    ASAN_OPTIONS="exitcode=99:allocator_may_return_null=1",
+    UBSAN_OPTIONS="exitcode=99:halt_on_error=1",
+)
+
+
+def sound(*arguments, codes=(0,), **options):
+    """What the sanitizer build does, leaks included; it must end with one of these codes."""
+    result = run(*arguments, program="build/debug", env=SANITIZERS, **options)
+    said = result.stderr.decode(errors="replace")
+    assert result.returncode in codes and "Sanitizer" not in said and "runtime error" not in said, said[-2000:]
+    return result
+
+
+def all_hold(check, cases):
+    """check(number, case) fails for none of the cases."""
+
+    def attempt(numbered):
+        try:
+            check(*numbered)
+        except AssertionError as failure:
+            return str(failure)[:2000]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
+    assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+
+
+def survives(folder, cases, command):
+    """cases: [(what was done, bytes of a file, the exit codes allowed)]; command(path): the arguments that read it.
+    Whatever the bytes, the sanitizer build ends by itself, with a message if it fails."""
+
+    def check(number, case):
+        what, data, codes = case
+        path = folder / f"{number}"
+        path.write_bytes(data)
+        try:
+            result = sound(*command(path), codes=codes)
+        except AssertionError as failure:
+            raise AssertionError(what, str(failure)) from None
+        path.unlink()
+        assert result.returncode == 0 or re.fullmatch(rb"run: .+\n", result.stderr), (what, result.stderr)
+
+    all_hold(check, cases)
+
+
+def all_refused(folder, cases, command):
+    """cases: [(words of the message, Gguf or bytes of a file)]. The sanitizer build refuses each with one line."""
+
+    def check(number, case):
+        words, file = case
+        path = folder / f"{number}.gguf"
+        path.write_bytes(file if isinstance(file, bytes) else file.data())
+        refused(1, *command(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
+
+    all_hold(check, cases)
+
+
+PEAK = """
+import resource, subprocess, sys
+print(subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_memory(*arguments):
+    """Bytes of ./run with these arguments, which must succeed. A small process starts it, since the system counts the
+    memory of whoever starts a process as that process's own."""
+    command = [sys.executable, "-S", "-c", PEAK, ROOT / "run", *map(str, arguments)]
+    code, peak = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE, text=True).stdout.split()
+    assert code == "0"
+    return int(peak) * (1 if sys.platform == "darwin" else 1024)
+
 
 # ---- llama2.c checkpoints: versions 0, 1 and 2, byte for byte as llama2.c's export.py lays them out ----
 
@@ -196,6 +282,319 @@ def random_tensors(c):
     return tensors
 
 
+GGUF_NAMES = dict(
+    tok_embeddings="token_embd", output="output", norm="output_norm", attention_norm="attn_norm", ffn_norm="ffn_norm",
+    wq="attn_q", wk="attn_k", wv="attn_v", wo="attn_output", w1="ffn_gate", w2="ffn_down", w3="ffn_up",
+)  # fmt: skip
+
+
+def as_stored(version, c, tensors, group=None):
+    """What a file of that version says: {name in GGUF: (float64 values, what rounds activations in front or None)}."""
+    stored, group = {}, group or group_size_for(c)
+    for name, shape in layout(version, c):
+        if name not in GGUF_NAMES:
+            continue  # tables that nobody reads
+        w, rounds, new = tensors[name].astype(f64), None, GGUF_NAMES[name] + ".weight"
+        if version == 2 and "norm" not in name:
+            q, scale = quantise(tensors[name], group)  # matrices are a multiple of the group: all layers in one go
+            w = (q * scale.astype(f64)[:, None]).reshape(shape)
+            rounds = rounded if shape[-1] % group == 0 and group % 16 == 0 else None
+        if name in ("tok_embeddings", "output", "norm"):
+            stored[new] = w, rounds
+        else:
+            stored |= {f"blk.{l}.{new}": (w[l], rounds) for l in range(c.n_layers)}
+    return stored
+
+
+def net_of(c):
+    """A llama2.c checkpoint is a net of floats."""
+    head_dim = c.dim // c.n_heads
+    sizes = c.dim, c.hidden_dim, c.n_heads, c.n_kv_heads, head_dim, c.tied, c.vocab_size, c.n_layers
+    return Net("llama", "F32", *sizes)
+
+
+# ---- number formats: what a file's blocks say ----
+
+FORMATS = dict(
+    F32=0, F16=1, BF16=30, Q8_0=8, Q4_0=2, Q4_1=3, Q5_0=6, Q5_1=7, Q4_K=12, Q5_K=13, Q6_K=14
+)  # fmt: skip
+QUANTISED = [name for name in FORMATS if name[0] == "Q"]
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def block_size(name):
+    """(columns, bytes) of a block."""
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+
+
+def dequantise(name, blocks):
+    """uint8 [..., bytes] -> float32 [..., columns]"""
+    with np.errstate(all="ignore"):
+        return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[name])
+
+
+# Where a block keeps its scale, minimum, small scales and quants; and the bytes that make every q - zero 1.
+FIELDS = dict(
+    Q8_0=(dict(d=[0, 2], q=[2, 34]), b"\1" * 32),
+    Q4_0=(dict(d=[0, 2], q=[2, 18]), b"\x99" * 16),
+    Q4_1=(dict(d=[0, 2], m=[2, 4], q=[4, 20]), b"\x11" * 16),
+    Q5_0=(dict(d=[0, 2], q=[2, 22]), b"\xff" * 4 + b"\x11" * 16),
+    Q5_1=(dict(d=[0, 2], m=[2, 4], q=[4, 24]), bytes(4) + b"\x11" * 16),
+    Q4_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 144]), b"\x11" * 128),
+    Q5_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 176]), bytes(32) + b"\x11" * 128),
+    Q6_K=(dict(d=[208, 210], s=[192, 208], q=[0, 192]), b"\x11" * 128 + b"\xaa" * 64),
+)
+UNIT_SCALES = dict(Q4_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q5_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q6_K=b"\1" * 16)
+ONE = np.float16(1).tobytes()
+SMALLEST_GROUP = dict(Q6_K=16)
+
+
+def with_fields(name, blocks, **new):
+    """blocks with some fields overwritten, each with the same bytes in all blocks, or with float16 [...]. A field that
+    the format lacks is left out."""
+    blocks, columns = blocks.copy(), block_size(name)
+    parts = blocks.reshape(*blocks.shape[:-1], -1, columns[1])
+    for field, value in new.items():
+        if field in FIELDS[name][0]:
+            begin, end = FIELDS[name][0][field]
+            value = np.frombuffer(value, u8) if isinstance(value, bytes) else value[..., None].copy().view(u8)
+            parts[..., begin:end] = value
+    return blocks
+
+
+def integers(name, blocks):
+    """What dequantise multiplies: (q - zero) int [rows, cols], scales and minima float32 [rows, cols / group]. Found by
+    asking it for blocks whose scales are 1, whose quants are 1, and whose scales are 0."""
+    group = SMALLEST_GROUP.get(name, 32)
+    q = dequantise(name, with_fields(name, blocks, d=ONE, m=bytes(2), s=UNIT_SCALES.get(name)))
+    scale = dequantise(name, with_fields(name, blocks, q=FIELDS[name][1], m=bytes(2)))
+    minimum = dequantise(name, with_fields(name, blocks, d=bytes(2)))
+    return q.astype(int), scale[:, ::group], minimum[:, ::group] if "m" in FIELDS[name][0] else None
+
+
+def random_weights(rng, name, rows, cols, size):
+    """uint8 [rows, bytes]: weights of mean 0 and about this rms. Every bit of every field is random, but for d and m,
+    which are chosen to make it so."""
+    if name in ("F32", "F16", "BF16"):
+        w = rng.standard_normal((rows, cols)).astype(f32) * f32(size)
+        return gguf.quants.quantize(w, gguf.GGMLQuantizationType[name]).view(u8).reshape(rows, -1)
+    columns, width = block_size(name)
+    blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
+    centre = dict(Q4_1=-7.5, Q5_1=-15.5, Q4_K=7.5, Q5_K=15.5).get(name, 0)
+    unit = dequantise(name, with_fields(name, blocks, d=ONE, m=np.float16(centre).tobytes()))
+    d = np.exp(0.3 * rng.standard_normal((rows, cols // columns))) * size / np.sqrt(np.mean(unit * unit))
+    return with_fields(name, blocks, d=d.astype(np.float16), m=(d * centre).astype(np.float16))
+
+
+# ---- GGUF files: a writer, and random models ----
+
+SCALARS = dict(u8=(0, "B"), i8=(1, "b"), u16=(2, "H"), i16=(3, "h"), u32=(4, "I"), i32=(5, "i"), f32=(6, "f"),
+               bool=(7, "?"), u64=(10, "Q"), i64=(11, "q"), f64=(12, "d"))  # fmt: skip
+
+
+class Gguf:
+    """A GGUF file in the making. keys: [(key, kind, value)], kind as in SCALARS, "str", or "[kind]" for an array;
+    tensors: [(name, dims as in the file: columns first, format, bytes)]. After data(), `fields` says where each length,
+    count, type and offset lies: [(what, offset, struct code)]."""
+
+    def __init__(self, keys=(), tensors=(), version=3, alignment=32):
+        self.keys, self.tensors, self.version, self.alignment = list(keys), list(tensors), version, alignment
+
+    def number(self, code, value, what):
+        self.fields.append((what, len(self.head), code))
+        self.head += struct.pack("<" + code, value)
+
+    def value(self, kind, value, what):
+        if kind == "str":
+            text = value if isinstance(value, bytes) else value.encode()
+            self.number("Q", len(text), f"length of {what}")
+            self.head += text
+        elif kind[0] == "[":
+            self.number("I", self.type(kind[1:-1]), f"element type of {what}")
+            self.number("Q", len(value), f"array length of {what}")
+            for i, element in enumerate(value):
+                self.value(kind[1:-1], element, f"{what}[{i}]")
+        else:
+            self.head += struct.pack("<" + SCALARS[kind][1], value)
+
+    def type(self, kind):
+        return 8 if kind == "str" else 9 if kind[0] == "[" else SCALARS[kind][0]
+
+    def data(self, offsets={}):
+        """The file. offsets: {name: offset} where a tensor's is not to be the right one."""
+        self.head, self.fields, body = bytearray(b"GGUF" + struct.pack("<I", self.version)), [], b""
+        self.number("Q", len(self.tensors), "number of tensors")
+        self.number("Q", len(self.keys), "number of keys")
+        for key, kind, value in self.keys:
+            self.value("str", key, f"key {key}")
+            self.number("I", self.type(kind), f"type of {key}")
+            self.value(kind, value, key)
+        for name, dims, format, content in self.tensors:
+            self.value("str", name, f"tensor {name}")
+            self.number("I", len(dims), f"dimensions of {name}")
+            for i, dim in enumerate(dims):
+                self.number("Q", dim, f"dimension {i} of {name}")
+            self.number("I", format, f"format of {name}")
+            body += bytes(-len(body) % self.alignment)
+            self.number("Q", offsets.get(name, len(body)), f"offset of {name}")
+            body += content
+        return bytes(self.head) + bytes(-len(self.head) % self.alignment) + body
+
+    def write(self, path):
+        path.write_bytes(self.data())
+        return path
+
+    def but(self, keys=None, tensors=None):
+        """With other keys, or other tensors."""
+        keys, tensors = (self.keys if keys is None else keys), (self.tensors if tensors is None else tensors)
+        return Gguf(keys, tensors, self.version, self.alignment)
+
+    def without(self, *names):
+        return self.but([k for k in self.keys if k[0] not in names], [t for t in self.tensors if t[0] not in names])
+
+    def plus(self, *entries):
+        """Keys and tensors added, or put in the place of those of the same name."""
+        lists = list(self.keys), list(self.tensors)
+        for entry in entries:
+            there = lists[len(entry) == 4]
+            at = next((i for i, old in enumerate(there) if old[0] == entry[0]), len(there))
+            there[at : at + 1] = [entry]
+        return self.but(*lists)
+
+
+class Net(NamedTuple):
+    """A random model."""
+
+    arch: str
+    format: str  # of the matrices; several, with spaces between, take turns
+    dim: int
+    hidden_dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    tied: bool = False
+    vocab_size: int = 97
+    n_layers: int = 2
+    biases: str = ""  # of which matrices
+    qk_norm: bool = False
+    eps: float = 1e-5
+    base: float = 1e4
+    scaling: str = ""
+    factor: float = 1.0
+    n_ctx: int = 32  # before stretching
+    freqs: bool = False
+    window: int = 0
+    version: int = 3
+
+
+NETS = dict(
+    six=Net("llama", "F32", 48, 33, 8, 2, 6, tied=True),
+    linear=Net("llama", "F16", 44, 33, 2, 1, 22, scaling="linear", factor=4.0, version=2),
+    freqs=Net("llama", "BF16", 64, 100, 4, 4, 16, tied=True, freqs=True, base=5e5, eps=1e-6),
+    biases=Net("llama", "F32", 48, 80, 3, 1, 10, biases="attn_q attn_k attn_v attn_output"),
+    window=Net("llama", "F16", 48, 80, 4, 2, 12, window=7),
+    yarn=Net("llama", "F32", 64, 96, 2, 1, 32, scaling="yarn", factor=4.0),
+    qwen2=Net("qwen2", "F16", 60, 90, 5, 1, 12, tied=True, biases="attn_q attn_k attn_v", base=1e6, eps=1e-6),
+    qwen2_yarn=Net("qwen2", "BF16", 64, 96, 4, 2, 16, biases="attn_q attn_k attn_v", scaling="yarn", factor=8.0),
+    qwen3=Net("qwen3", "BF16", 40, 70, 4, 2, 24, qk_norm=True, eps=1e-6),
+    qwen3_window=Net("qwen3", "F32", 36, 50, 3, 3, 6, tied=True, qk_norm=True, window=5, scaling="linear", factor=2.0),
+)
+QUANTISED_NETS = dict(
+    q8_0=Net("qwen3", "Q8_0", 64, 96, 4, 1, 32, qk_norm=True, tied=True),
+    q4_0=Net("llama", "Q4_0", 64, 96, 4, 2, 16, biases="attn_output", window=2),  # short texts see it
+    q4_k=Net("qwen2", "Q4_K", 256, 512, 4, 2, 64, biases="attn_q attn_k attn_v", tied=True),
+    q6_k=Net("llama", "Q6_K", 256, 256, 8, 4, 64, scaling="yarn", factor=4.0),
+    blends=Net("llama", "Q4_1 F16 Q5_1 Q8_0 Q5_0 BF16 Q4_0", 96, 160, 3, 3, 32, freqs=True),
+    k_blends=Net("qwen3", "Q5_K Q6_K F32 Q4_K", 256, 256, 4, 4, 64, qk_norm=True),
+)
+BF16_NETS = [name for name, net in NETS.items() if net.format == "BF16"]
+
+LETTER_PIECES = ["<unk>", "<s>", "</s>", *"▁abcdefghijklmnopqrstuvwxyz", "ab", "▁a", "bc", "abc"]
+
+
+def sentencepiece_keys(n):
+    """A vocabulary of n pieces."""
+    pieces = (LETTER_PIECES + [f"<{i}>" for i in range(n)])[:n]
+    return [
+        ("tokenizer.ggml.model", "str", "llama"),
+        ("tokenizer.ggml.tokens", "[str]", pieces),
+        ("tokenizer.ggml.scores", "[f32]", [-float(i) for i in range(n)]),
+        ("tokenizer.ggml.token_type", "[i32]", [2, 3, 3] + [1] * (n - 3)),
+        ("tokenizer.ggml.bos_token_id", "u32", 1),
+        ("tokenizer.ggml.eos_token_id", "u32", 2),
+    ]
+
+
+def net_keys(net):
+    sizes = dict(
+        embedding_length=net.dim, feed_forward_length=net.hidden_dim, block_count=net.n_layers, context_length=128
+    )  # fmt: skip
+    heads = dict(head_count=net.n_heads, head_count_kv=net.n_kv_heads)
+    if net.head_dim * net.n_heads != net.dim:
+        heads |= dict(key_length=net.head_dim, value_length=net.head_dim)
+    if net.window:
+        heads["sliding_window"] = net.window
+    keys = [("general.architecture", "str", net.arch), ("general.name", "str", "random")]
+    keys += [(f"{net.arch}.{key}", "u32", value) for key, value in sizes.items()]
+    keys += [(f"{net.arch}.attention.{key}", "u32", value) for key, value in heads.items()]
+    keys += [
+        (f"{net.arch}.attention.layer_norm_rms_epsilon", "f32", net.eps),
+        (f"{net.arch}.rope.freq_base", "f32", net.base),
+    ]
+    if net.scaling:
+        keys += [
+            (f"{net.arch}.rope.scaling.type", "str", net.scaling),
+            (f"{net.arch}.rope.scaling.factor", "f32", net.factor),
+            (f"{net.arch}.rope.scaling.original_context_length", "u32", net.n_ctx),
+        ]
+    return keys + sentencepiece_keys(net.vocab_size)
+
+
+def random_net(net):
+    """(Gguf, what it stores, as as_stored gives it). As in random_tensors, sharp attention, and embeddings so
+    small that epsilon matters."""
+    rng = np.random.default_rng(zlib.crc32(repr(net).encode()))
+    q_dim, kv_dim = net.n_heads * net.head_dim, net.n_kv_heads * net.head_dim
+    formats, tensors, stored = net.format.split(), [], {}
+
+    def add(name, format, blocks, dims):
+        w = dequantise(format, blocks).astype(f64)
+        stored[name] = (w, ROUNDING.get(format)) if len(dims) == 2 else (w[0], None)
+        tensors.append((name, dims, FORMATS[format], blocks.tobytes()))
+
+    def matrix(name, rows, cols, size=1.0):
+        format = formats[len(tensors) % len(formats)]
+        add(name + ".weight", format, random_weights(rng, format, rows, cols, size / math.sqrt(cols)), (cols, rows))
+
+    def vector(name, n, mean, size, format="F32"):
+        w = (mean + size * rng.standard_normal((1, n))).astype(f32)
+        add(name, format, gguf.quants.quantize(w, gguf.GGMLQuantizationType[format]).view(u8), (n,))
+
+    matrix("token_embd", net.vocab_size, net.dim, 0.003 * math.sqrt(net.dim))
+    for l in range(net.n_layers):
+        layer = f"blk.{l}."
+        for name, rows, cols, size in [
+            ("attn_q", q_dim, net.dim, 2), ("attn_k", kv_dim, net.dim, 2), ("attn_v", kv_dim, net.dim, 1),
+            ("attn_output", net.dim, q_dim, 1), ("ffn_gate", net.hidden_dim, net.dim, 2),
+            ("ffn_up", net.hidden_dim, net.dim, 1), ("ffn_down", net.dim, net.hidden_dim, 1),
+        ]:  # fmt: skip
+            matrix(layer + name, rows, cols, size)
+            if name in net.biases.split():
+                vector(layer + name + ".bias", rows, 0, 0.5, "F16" if l else "F32")
+        vector(layer + "attn_norm.weight", net.dim, 1, 0.4)
+        vector(layer + "ffn_norm.weight", net.dim, 1, 0.4)
+        if net.qk_norm:
+            vector(layer + "attn_q_norm.weight", net.head_dim, 1.5, 0.4)
+            vector(layer + "attn_k_norm.weight", net.head_dim, 1.5, 0.4)
+    vector("output_norm.weight", net.dim, 1, 0.4)
+    if net.freqs:
+        vector("rope_freqs.weight", net.head_dim // 2, 4, 1)
+    if not net.tied:
+        matrix("output", net.vocab_size, net.dim)
+    rng.shuffle(tensors)
+    return Gguf(net_keys(net), tensors, net.version), stored
+
+
 # ---- the oracle: the forward pass in float64, all positions at once, no cache ----
 
 
@@ -223,21 +622,10 @@ def rounded_bf16(x):
     return np.rint(x / step) * step
 
 
-def as_stored(version, c, tensors, group=None):
-    """{name: (float64 values, what rounds activations in front of them or None)}: what a file of that version says."""
-    stored = {}
-    group = group or group_size_for(c)
-    for name, shape in layout(version, c):
-        w, rounds = tensors[name].astype(f64), None
-        if version == 2 and "norm" not in name:
-            q, scale = quantise(tensors[name], group)  # matrices are a multiple of the group: all layers in one go
-            w = (q * scale.astype(f64)[:, None]).reshape(shape)
-            rounds = rounded if shape[-1] % group == 0 and group % 16 == 0 else None
-        stored[name] = w, rounds
-    return stored
-
+ROUNDING = dict(BF16=rounded_bf16) | {name: rounded for name in QUANTISED}  # what activations go through
 
 KV_F32, KV_F16, KV_Q8 = 0, 1, 3  # types of the key/value cache
+each_kv = pytest.mark.parametrize("kv", [KV_F32, KV_F16, KV_Q8], ids=["f32", "f16", "q8"])
 
 
 def cached(x, kv):
@@ -248,44 +636,86 @@ def cached(x, kv):
     return x if kv == KV_F32 else np.clip(x, -65504, 65504).astype(f32).astype(np.float16).astype(f64)
 
 
-def oracle(c, stored, tokens, kv=KV_F32, eps=1e-5, base=1e4, halves=False, round_activations=True):
-    """Logits [len(tokens), vocab_size] of one sequence. kv: the type of the cache. The other keyword parameters are
-    there to be set wrong."""
-    T, head_dim, n_rep = len(tokens), c.dim // c.n_heads, c.n_heads // c.n_kv_heads
-    angle = np.arange(T)[:, None] / base ** (np.arange(0, head_dim, 2) / head_dim)
-    turn = np.exp(1j * angle)[:, None]  # [T, 1, head_dim/2]
-    future = np.triu(np.full((T, T), -np.inf), 1)
+def rope_turns(net, n, stored, yarn_magnitude=True):
+    """e^(i·angle), [n positions, head_dim / 2]; YaRN multiplies it by its magnitude."""
+    d, i = net.head_dim, np.arange(net.head_dim // 2)
+    freq, magnitude = net.base ** (-2 * i / d), 1.0
+    if net.scaling == "linear":
+        freq = freq / net.factor
+    if net.scaling == "ntk":
+        freq = (net.base * net.factor ** (d / (d - 2))) ** (-2 * i / d)
+    if net.scaling == "yarn":
 
-    def rmsnorm(x, weight):
-        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * weight
+        def pair_that_turns(times):
+            return d * math.log(net.n_ctx / (times * 2 * math.pi)) / (2 * math.log(net.base))
 
-    def rope(x):  # [T, heads, head_dim]: pairs (2i, 2i+1) turn by pos·base^(-2i/head_dim)
+        low, high = max(math.floor(pair_that_turns(32)), 0), min(math.ceil(pair_that_turns(1)), d - 1)
+        keep = 1 - np.clip((i - low) / (high - low or 0.001), 0, 1)
+        freq = freq / net.factor * (1 - keep) + freq * keep
+        magnitude = 0.1 * math.log(net.factor) + 1 if yarn_magnitude else 1
+    if net.freqs:
+        freq = freq / stored["rope_freqs.weight"][0]
+    return magnitude * np.exp(1j * np.arange(n)[:, None] * freq)
+
+
+def oracle(net, stored, tokens, kv=KV_F32, halves=None, without=(), yarn_magnitude=True, round_activations=True):
+    """Logits [len(tokens), vocab_size] of one sequence. stored: as random_net and as_stored give it; or a function
+    from a name to that, None where there is none. kv: the type of the cache. The keyword parameters behind it, and other
+    nets than the file's, are wrong."""
+    get = stored.get if isinstance(stored, dict) else stored
+    T, hd = len(tokens), net.head_dim
+    halves = net.arch != "llama" if halves is None else halves
+    turn = rope_turns(net, T, stored, yarn_magnitude)[:, None]
+    t = np.arange(T)
+    hidden = (t[:, None] < t) | ((t[:, None] - t >= net.window) if net.window else False)
+
+    def tensor(name):
+        return None if any(name.endswith(end) for end in without) else get(name)
+
+    def rmsnorm(x, name):
+        weight = tensor(name)
+        return x if weight is None else x / np.sqrt(np.mean(x * x, -1, keepdims=True) + net.eps) * weight[0]
+
+    def rope(x):  # pairs (i, i + hd / 2) or (2i, 2i + 1)
+        first, second = (x[..., : hd // 2], x[..., hd // 2 :]) if halves else (x[..., 0::2], x[..., 1::2])
+        z, out = (first + 1j * second) * turn, np.empty_like(x)
         if halves:
-            x = x.reshape(*x.shape[:2], 2, -1).swapaxes(2, 3).reshape(x.shape)
-        return ((x[..., 0::2] + 1j * x[..., 1::2]) * turn).view(f64)
+            out[..., : hd // 2], out[..., hd // 2 :] = z.real, z.imag
+        else:
+            out[..., 0::2], out[..., 1::2] = z.real, z.imag
+        return out
 
-    def linear(x, name, layer=None):
-        w, rounds = stored[name]
+    def linear(x, name):
+        w, rounds = tensor(name + ".weight")
+        bias = tensor(name + ".bias")
         x = rounds(x) if rounds and round_activations else x
-        return x @ (w if layer is None else w[layer]).T
+        return x @ w.T + (0 if bias is None else bias[0])
 
-    x = stored["tok_embeddings"][0][tokens]
-    for l in range(c.n_layers):
-        h = rmsnorm(x, stored["attention_norm"][0][l])
-        q = rope(linear(h, "wq", l).reshape(T, c.n_heads, head_dim))
-        k = rope(linear(h, "wk", l).reshape(T, c.n_kv_heads, head_dim))
-        v = linear(h, "wv", l).reshape(T, c.n_kv_heads, head_dim)
-        k, v = cached(k, kv), cached(v, kv)
-        out = np.empty((T, c.n_heads, head_dim))
-        for i in range(c.n_heads):
-            score = q[:, i] @ k[:, i // n_rep].T / np.sqrt(head_dim) + future
-            weight = np.exp(score - score.max(-1, keepdims=True))
-            out[:, i] = weight / weight.sum(-1, keepdims=True) @ v[:, i // n_rep]
-        x = x + linear(out.reshape(T, c.dim), "wo", l)
-        h = rmsnorm(x, stored["ffn_norm"][0][l])
-        gate = linear(h, "w1", l)
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, "w3", l), "w2", l)
-    return linear(rmsnorm(x, stored["norm"][0]), "tok_embeddings" if c.tied else "output")
+    x = tensor("token_embd.weight")[0][tokens].astype(f64)
+    for l in range(net.n_layers):
+        b = f"blk.{l}."
+        h = rmsnorm(x, b + "attn_norm.weight")
+        q = rope(rmsnorm(linear(h, b + "attn_q").reshape(T, -1, hd), b + "attn_q_norm.weight"))
+        k = rope(rmsnorm(linear(h, b + "attn_k").reshape(T, -1, hd), b + "attn_k_norm.weight"))
+        v = linear(h, b + "attn_v").reshape(T, -1, hd)
+        order = np.arange(hd).reshape(2, -1).T.ravel() if halves else np.arange(hd)  # in the cache, pairs lie together
+        k = cached(k[..., order], kv)[..., np.argsort(order)]
+        k, v = (np.repeat(a, net.n_heads // net.n_kv_heads, 1) for a in (k, cached(v, kv)))
+        score = np.einsum("thd,shd->hts", q, k) / math.sqrt(hd)
+        score[:, hidden] = -np.inf
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        x = x + linear(np.einsum("hts,shd->thd", weight, v).reshape(T, -1), b + "attn_output")
+        h = rmsnorm(x, b + "ffn_norm.weight")
+        gate = linear(h, b + "ffn_gate")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, b + "ffn_up"), b + "ffn_down")
+    return linear(rmsnorm(x, "output_norm.weight"), "token_embd" if net.tied else "output")
+
+
+def short_oracle(case, net=None, **wrong):
+    """Of the case's tokens as texts of 8."""
+    texts = case.tokens.reshape(-1, 8)
+    return np.concatenate([oracle(net or case.net, case.stored, text, **wrong) for text in texts])
 
 
 def error(got, want):
@@ -293,21 +723,9 @@ def error(got, want):
     return np.abs(got - want).max() / np.sqrt(np.mean(want * want))
 
 
-@needs_shared
-@pytest.mark.parametrize("version, name", [(0, "stories260K.bin"), (1, "stories260K_v1.bin")])
-def test_oracle_tells_the_story(version, name):
-    ids = json.loads((MODELS / "stories260K.greedy199.json").read_text())
-    c, tensors = read_checkpoint(MODELS / name)
-    logits = oracle(c, as_stored(version, c, tensors), [1] + ids[:-1])
-    assert logits.argmax(1).tolist() == ids
-
-
-@needs_shared
-@pytest.mark.parametrize("version, name", [(0, "stories260K.bin"), (1, "stories260K_v1.bin")])
-def test_writer_repeats_the_exporter(version, name, tmp_path):
-    c, tensors = read_checkpoint(MODELS / name)
-    write_checkpoint(tmp_path / "copy.bin", version, c, tensors)
-    assert (tmp_path / "copy.bin").read_bytes() == (MODELS / name).read_bytes()
+def row_errors(got, want):
+    """Per row: rms deviation in units of the rms of all that is right."""
+    return np.sqrt(np.mean((got - want) ** 2, 1) / np.mean(want * want))
 
 
 # ---- the engine, through build/run*.so ----
@@ -317,22 +735,38 @@ def pointer(dtype):
     return np.ctypeslib.ndpointer(dtype, flags="C")
 
 
+def library_at(path):
+    """A build of testdata/library.c with the types of its functions."""
+    lib, void, text, int_, real = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, ctypes.c_float
+    state, ints, floats = ctypes.POINTER(ctypes.c_uint64), pointer(i32), pointer(f32)
+    for name, result, arguments in [
+        ("model", void, [text, int_]),
+        ("model_free", None, [void]),
+        ("vocab_size", int_, [void]),
+        ("session_kv", void, [void] + [int_] * 5),
+        ("session_free", None, [void]),
+        ("rope_stretch", None, [void, int_, ctypes.c_double]),
+        ("forward", None, [void, int_, ints, ints, ints, pointer(u8), floats]),
+        ("matmul", None, [int_] * 4 + [void, void, floats, int_, floats, int_, void]),
+        ("unpack", None, [ctypes.c_uint32, void, int_, void]),
+        ("tokenizer", void, [text]),
+        ("tokenizer_free", None, [void]),
+        ("encode", int_, [void, text, int_, int_, void]),
+        ("decode", int_, [void, void, int_, void]),
+        ("chat", int_, [void, text, text, int_, int_, void, void, void]),
+        ("seed", None, [ctypes.c_uint64, state]),
+        ("sample", int_, [void, int_, real, real, int_, real, real, void, int_, state]),
+    ]:
+        function = getattr(lib, f"lib_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
 class Engine:
     """One build of run.c."""
 
     def __init__(self, path):
-        lib = self.lib = ctypes.CDLL(str(path))
-        void, int_ = ctypes.c_void_p, ctypes.c_int32
-        lib.lib_model.restype, lib.lib_model.argtypes = void, [ctypes.c_char_p, int_]
-        lib.lib_model_free.restype, lib.lib_model_free.argtypes = None, [void]
-        lib.lib_vocab_size.restype, lib.lib_vocab_size.argtypes = int_, [void]
-        lib.lib_session_kv.restype, lib.lib_session_kv.argtypes = void, [void] + [int_] * 5
-        lib.lib_rope_stretch.restype, lib.lib_rope_stretch.argtypes = None, [void, int_, ctypes.c_double]
-        lib.lib_session_free.restype, lib.lib_session_free.argtypes = None, [void]
-        lib.lib_forward.restype = None
-        lib.lib_forward.argtypes = [void, int_] + [pointer(i32)] * 3 + [pointer(u8), pointer(f32)]
-        lib.lib_matmul.restype = None
-        lib.lib_matmul.argtypes = [int_] * 4 + [void, void, pointer(f32), int_, pointer(f32), int_, void]
+        self.lib = library_at(path)
 
     @contextmanager
     def session(self, checkpoint, n_ctx=128, n_seqs=1, max_rows=128, threads=1, kv_type=KV_F32, stretch=None):
@@ -362,13 +796,21 @@ class Engine:
             calls = [slice(at, at + chunk) for at in range(0, len(tokens), chunk)]
             return np.concatenate([forward(tokens[s], np.arange(len(tokens))[s]) for s in calls])
 
-    def matmul(self, w, x, scale=None, threads=1):
-        """y [n, rows] = x [n, cols]·wᵀ; w: [rows, cols] float32, or int8 with scale [rows, cols/group]."""
-        (rows, cols), n = w.shape, len(x)
+    def matmul(self, name, w, x, scale=None, threads=1, back=None):
+        """y [n, rows] = x [n, cols]·wᵀ. w: rows of blocks of that format; or without one int8 [rows, cols], with scale
+        [rows, cols / group]. back, float32 [rows, cols], gets the matrix as it lies in its panels."""
+        rows, (n, cols) = len(w), x.shape
         y = np.full((n, rows), np.nan, f32)
         group, scale_at = (0, None) if scale is None else (cols // scale.shape[1], scale.ctypes.data)
-        self.lib.lib_matmul(0, rows, cols, group, w.ctypes.data, scale_at, x, n, y, threads, None)
+        back_at = None if back is None else back.ctypes.data
+        self.lib.lib_matmul(FORMATS.get(name, 0), rows, cols, group, w.ctypes.data, scale_at, x, n, y, threads, back_at)
         return y
+
+    def unpack(self, name, blocks, cols):
+        out = np.full((len(blocks), cols), 123, f32)
+        for row, block in zip(out, blocks):
+            self.lib.lib_unpack(FORMATS[name], block.ctypes.data, cols, row.ctypes.data)
+        return out
 
 
 BUILDS = ["run", "run-avx2", "run-plain"]
@@ -399,36 +841,90 @@ SHAPES = dict(
     halves=Config(96, 160, 2, 6, 3, 97, 128, True),        # 16, 32, none
     one_head=Config(128, 172, 1, 1, 1, 97, 128, False),    # 128, 64, w2
 )  # fmt: skip
-N_ROWS = 96
+
+# What is run: (shape, version of llama2.c) or the (name,) of a GGUF file.
+SHAPED = [("even", 0), ("ragged", 1), ("pairs", 0), ("six", 1), ("eighteen", 0), ("twenty_two", 1), ("one_head", 0)]
+ROUNDED = [("even", 2), ("shorter", 2), ("ragged", 2)]  # the last one has floats, too
+EVERY = [*SHAPED, *ROUNDED, *((name,) for name in NETS | QUANTISED_NETS)]
+
+
+def key_name(key):
+    return "-".join(map(str, key))
+
+
+every_key = pytest.mark.parametrize("key", EVERY, ids=key_name)
 
 
 class Case(NamedTuple):
     path: Path
-    config: Config
+    net: Net
     stored: dict
     tokens: np.ndarray
 
 
 @pytest.fixture(scope="session")
 def case(tmp_path_factory):
-    """case(shape, version, group=None): a random checkpoint and a sequence to run on it."""
+    """case(shape, version, group=None) or case(name, format=None): a random checkpoint and a text to run on it."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
     @functools.cache
-    def make(shape, version, group=None):
-        c = SHAPES[shape]
-        tensors = random_tensors(c)
-        path = folder / f"{shape}-v{version}-{group}.bin"
-        write_checkpoint(path, version, c, tensors, group)
-        tokens = np.random.default_rng(1).integers(0, c.vocab_size, N_ROWS).astype(i32)
+    def make(name, how=None, group=None):
+        if not isinstance(how, int):
+            net = (NETS | QUANTISED_NETS)[name]
+            return random_case(folder / f"{name}-{how}.gguf", net._replace(format=how or net.format), 128, 7)
+        c = SHAPES[name]
+        tensors, path = random_tensors(c), folder / f"{name}-v{how}-{group}.bin"
+        write_checkpoint(path, how, c, tensors, group)
+        tokens = np.random.default_rng(1).integers(0, c.vocab_size, 96).astype(i32)
         tokens[:9] = [1, 5, 5, 7, 5, 8, 8, 8, c.vocab_size - 1]  # 5 is the all-zero embedding
-        return Case(path, c, as_stored(version, c, tensors, group), tokens)
+        return Case(path, net_of(c), as_stored(how, c, tensors, group), tokens)
 
     return make
 
 
-# ---- forward against the oracle ----
+def random_case(path, net, n, seed=9):
+    """A file of the net, and n tokens."""
+    file, stored = random_net(net)
+    return Case(file.write(path), net, stored, np.random.default_rng(seed).integers(0, net.vocab_size, n).astype(i32))
 
+
+def same(a, b):
+    """Equal to the last bit (so that NaN equals NaN, and 0 is not -0)."""
+    return a.dtype == b.dtype == f32 and np.array_equal(a.view(i32), b.view(i32))
+
+
+NEVER = 2  # EOS of sentencepiece_keys
+
+
+def endless(folder, net, n_ctx=128, never=NEVER):
+    """A file of an untied F32 net that never makes EOS, or other ids: their logits are 0, and greedy takes one above."""
+    file, stored = random_net(net)
+    w = stored["output.weight"][0].astype("<f4")
+    w[never] = 0
+    changed = ("output.weight", w.shape[::-1], 0, w.tobytes()), ("llama.context_length", "u32", n_ctx)
+    return file.plus(*changed).write(folder / "endless.gguf")
+
+
+def greedy_ids(forward, ids, n, n_ctx=10**9):
+    """n ids that follow, greedily; when the context is full, the first ids and the newest half stay."""
+    ids, made, cached = list(ids), [], 0
+    while len(made) < n:
+        if len(ids) > n_ctx:
+            ids, cached = ids[: min(4, n_ctx // 4)] + ids[-max(1, n_ctx // 2) :], 0
+        made.append(int(forward(ids[cached:], np.arange(cached, len(ids)))[-1].argmax()))
+        cached = len(ids)
+        ids.append(made[-1])
+    return made
+
+
+def json_ids(*arguments, **options):
+    return json.loads(output(*arguments, "--json", **options))["ids"]
+
+
+ABCD = [1, LETTER_PIECES.index("▁"), LETTER_PIECES.index("abc"), LETTER_PIECES.index("d")]  # ids of "abcd", BOS first
+
+
+# ---- forward against the oracle ----
 
 # float32 against float64: a unit of rounding is 6e-8; a few hundred of them, through sharp attention, make 3e-5 of the
 # rms in the worst of 12,000 logits. The wrong maths below are at 1 and above.
@@ -447,175 +943,339 @@ INT8_TYPICAL, INT8_WORST = 1e-5, 0.15
 # 6e-3.
 BF16_TYPICAL, BF16_WORST = 1e-6, 0.03
 
+# f16 caches round by up to 2^-11 = 5e-4 of an element. The oracle rounds, too, and almost always alike: the error is
+# that of float32. But where an element lies on the edge between two halves (float32 noise of 1e-7 to 1e-6 beside steps
+# of 1e-3: about one in a thousand) the two round it apart, and every later row feels it a little. So the typical row is
+# near: 7e-5 at most. The worst of all rows is at 8e-4; which elements lie on an edge is chance, and another compiler or
+# seed may hit a worse one, hence the room. An oracle that forgets to round is off by 4e-4 in the typical row.
+KV_TYPICAL, KV_WORST, KV_FORGOTTEN = 1e-4, 2e-3, 1.5e-4
 
-def row_errors(got, want):
-    """Per row: rms deviation in units of the rms of all that is right."""
-    return np.sqrt(np.mean((got - want) ** 2, 1) / np.mean(want * want))
-
-
-def short_texts_oracle(case, **wrong):
-    """Logits [96, vocab_size] of the case's tokens as twelve texts of 8"""
-    return np.concatenate([oracle(case.config, case.stored, text, **wrong) for text in case.tokens.reshape(12, 8)])
-
-
-def check_int8(engine, case):
-    with engine().session(case.path, n_seqs=12, threads=2) as forward:
-        short_texts = forward(case.tokens, np.tile(np.arange(8), 12), np.repeat(np.arange(12), 8))
-    assert np.median(row_errors(short_texts, short_texts_oracle(case))) < INT8_TYPICAL
-    long_text = engine().logits(case.path, case.tokens, threads=2)
-    assert row_errors(long_text, oracle(case.config, case.stored, case.tokens)).max() < INT8_WORST
+# q8 caches: as with activations, oracle and engine round alike but for an element on the edge between two steps (float32
+# noise of 1e-7 beside steps of 1/127 of a peak: one in 100,000), and every later row of the text feels that. In texts
+# of 8 tokens few rows do: the typical row is right to 2e-6. In a long text no row is far: of float32 models 9e-3 at
+# most, of those that round activations, where an edge begets others, as far as INT8_WORST. A cache that does not
+# round, or rounds to halves, is off by 3e-3 to 4e-2 in the typical row.
+Q8_TYPICAL, Q8_WORST = 1e-5, 0.03
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_forward_equals_oracle(engine, case, shape, version):
-    this = case(shape, version)
-    if any(rounds for _, rounds in this.stored.values()):
-        check_int8(engine, this)
+def needs_near(engine, case, kv=KV_F32):
+    """The logits of the case's tokens are near the oracle with a cache of this type, and far from those with another."""
+    path, net, stored, tokens = case
+    rounding = {rounds for _, rounds in stored.values() if rounds}
+    whole = engine().logits(path, tokens, threads=2, kv_type=kv)
+    want = oracle(net, stored, tokens, kv=kv)
+    errors = row_errors(whole, want)
+    if kv == KV_F32 and not rounding:
+        assert error(whole, want) < F32_TOLERANCE
+        return
+    if kv == KV_F16 and not rounding:
+        typical, forgotten = np.median(errors), np.median(row_errors(whole, oracle(net, stored, tokens)))
+        assert typical < KV_TYPICAL and errors.max() < KV_WORST, (typical, errors.max())
+        assert forgotten > KV_FORGOTTEN and forgotten > 3 * typical, (forgotten, typical)
+        return
+    if kv == KV_Q8:
+        typical, worst, far = Q8_TYPICAL, INT8_WORST if rounding else Q8_WORST, 100 * Q8_TYPICAL
     else:
-        got = engine().logits(this.path, this.tokens, threads=2)
-        assert error(got, oracle(this.config, this.stored, this.tokens)) < F32_TOLERANCE
+        typical, worst = (BF16_TYPICAL, BF16_WORST) if rounding == {rounded_bf16} else (INT8_TYPICAL, INT8_WORST)
+        far = 1000 * typical
+    assert errors.max() < worst, errors.max()
+    n = len(tokens) // 8
+    case = case._replace(tokens=tokens[: 8 * n])
+    with engine().session(path, n_seqs=n, threads=2, kv_type=kv) as forward:
+        texts = forward(case.tokens, np.tile(np.arange(8), n), np.repeat(np.arange(n), 8))
+    others = (KV_F32, KV_F16, KV_Q8) if kv != KV_F32 else ()
+    off = {of: np.median(row_errors(texts, short_oracle(case, kv=of))) for of in (kv, *others)}
+    assert off.pop(kv) < typical and all(other > far for other in off.values()), off
 
 
 OTHER_GROUPS = [("even", 16), ("even", 32), ("halves", 16), ("shorter", 48), ("one_head", 128)]
+OTHER_GROUPS = [(shape, 2, group) for shape, group in OTHER_GROUPS]  # llama2.c's exporter would not choose them
+FLOAT_NETS = [(name, "F16" if name in BF16_NETS else None) for name in NETS]  # F16 weights are exact
+BF16_KEYS, QUANTISED_KEYS = [(name,) for name in BF16_NETS], [(name,) for name in QUANTISED_NETS]
+NEAR = {
+    KV_F32: [(shape, version) for version in (0, 1, 2) for shape in SHAPES]
+    + OTHER_GROUPS + FLOAT_NETS + BF16_KEYS + QUANTISED_KEYS,
+    KV_F16: SHAPED + FLOAT_NETS + BF16_KEYS,  # rounding twice, to halves and to int8, has too many edges
+    KV_Q8: EVERY,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("shape, group", OTHER_GROUPS)
-def test_forward_with_other_groups(engine, case, shape, group):
-    """llama2.c's exporter would not choose them, but a file may hold them."""
-    check_int8(engine, case(shape, 2, group))
-
-
-WRONG = [dict(eps=1e-6), dict(base=5e5), dict(halves=True), dict(round_activations=False)]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_tolerances_see_wrong_maths(case, wrong):
-    if "round_activations" not in wrong:
-        _, c, stored, tokens = case("even", 0)
-        assert error(oracle(c, stored, tokens, **wrong), oracle(c, stored, tokens)) > 1000 * F32_TOLERANCE
-    int8 = case("even", 2)
-    assert np.median(row_errors(short_texts_oracle(int8, **wrong), short_texts_oracle(int8))) > 1000 * INT8_TYPICAL
+@pytest.mark.parametrize(
+    "kv, key", [(kv, key) for kv in NEAR for key in NEAR[kv]], ids=lambda v: key_name(v) if isinstance(v, tuple) else None
+)
+def test_forward_equals_oracle(engine, case, kv, key):
+    needs_near(engine, case(*key), kv)
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["stories260K.bin", "stories260K_v1.bin"])
-def test_engine_tells_the_story(engine, name):
+@pytest.mark.parametrize("version, name", [(0, "stories260K.bin"), (1, "stories260K_v1.bin")])
+def test_a_story_that_is_known(engine, tmp_path, version, name):
+    """Oracle and engine tell it; and our writer repeats llama2.c's exporter."""
     ids = json.loads((MODELS / "stories260K.greedy199.json").read_text())
-    logits = engine().logits(MODELS / name, [1] + ids[:-1], n_ctx=256, chunk=50, threads=2)
-    assert logits.argmax(1).tolist() == ids
+    c, tensors = read_checkpoint(MODELS / name)
+    read = [1] + ids[:-1]
+    assert oracle(net_of(c), as_stored(version, c, tensors), read).argmax(1).tolist() == ids
+    assert engine().logits(MODELS / name, read, n_ctx=256, chunk=50, threads=2).argmax(1).tolist() == ids
+    write_checkpoint(tmp_path / "copy.bin", version, c, tensors)
+    assert (tmp_path / "copy.bin").read_bytes() == (MODELS / name).read_bytes()
+
+
+def wrong_versions(net, rounds=False):
+    """(another net, wrong options of the oracle), which tests must tell from this net."""
+    if rounds:
+        yield net, dict(round_activations=False)
+    yield net._replace(arch="llama" if net.arch != "llama" else "qwen2"), {}
+    yield net._replace(eps=10 * net.eps), {}
+    yield net._replace(base=net.base * 1.5), {}
+    for matrix in net.biases.split():
+        yield net, dict(without=[matrix + ".bias"])
+    if net.qk_norm:
+        yield net, dict(without=["attn_q_norm.weight"])
+        yield net, dict(without=["attn_k_norm.weight"])
+    if net.window:
+        yield net._replace(window=net.window + 1), {}
+        yield net._replace(window=net.window - 1), {}
+        yield net._replace(window=0), {}
+    if net.scaling:
+        yield net._replace(factor=net.factor * 1.05), {}
+        yield from ((net._replace(scaling=how), {}) for how in ("", "linear", "ntk", "yarn") if how != net.scaling)
+    if net.scaling == "yarn":
+        yield net, dict(yarn_magnitude=False)
+        yield net._replace(n_ctx=2 * net.n_ctx), {}
+    if net.freqs:
+        yield net._replace(freqs=False), {}
+
+
+@pytest.mark.parametrize("key", [("even", 0), ("even", 2), *FLOAT_NETS, *BF16_KEYS, *QUANTISED_KEYS], ids=key_name)
+def test_tolerances_see_wrong_maths(case, key):
+    """In a text of floats, in short ones of what is rounded."""
+    _, net, stored, tokens = this = case(*key)
+    rounding = {rounds for _, rounds in stored.values() if rounds}
+    typical = BF16_TYPICAL if rounding == {rounded_bf16} else INT8_TYPICAL
+    this = this._replace(tokens=tokens[:32])
+    right = short_oracle(this) if rounding else oracle(net, stored, tokens)
+    for wrong, options in wrong_versions(net, bool(rounding)):
+        if rounding:
+            off = np.median(row_errors(short_oracle(this, wrong, **options), right)) / typical
+        else:
+            off = error(oracle(wrong, stored, tokens, **options), right) / F32_TOLERANCE
+        assert off > 30, (wrong, options, off)
+
+
+# Around the 64 elements that are converted to f16 at a time, the 16 of a panel, the 4 of a word, the 32 that share a scale.
+HEAD_DIMS = [(KV_F16, "qwen3", d) for d in (2, 14, 30, 34, 62, 64, 66, 70, 80, 126, 128, 130, 256)]
+for arch in ("llama", "qwen3"):
+    HEAD_DIMS += [(KV_Q8, arch, d) for d in (2, 6, 18, 30, 34, 48, 62, 66, 80, 96, 128, 130, 256)]
+
+
+@pytest.mark.parametrize("kv, arch, head_dim", HEAD_DIMS)
+def test_head_dims(engine, tmp_path, kv, arch, head_dim):
+    this = random_case(tmp_path / "n.gguf", Net(arch, "F16", 48, 64, 4, 2, head_dim, qk_norm=arch == "qwen3"), 61)
+    needs_near(engine, this, kv)
+    whole = engine().logits(this.path, this.tokens, kv_type=kv)
+    for build in BUILDS:
+        for chunk in (1, 9):
+            assert same(engine(build).logits(this.path, this.tokens, chunk=chunk, threads=2, kv_type=kv), whole)
+
+
+LONG_WINDOWS = [0, 1, 2, 16, 100, 255, 256, 257, 599, 600]
+LONG_TEXTS = [("F16", kv, window) for kv in (KV_F32, KV_F16, KV_Q8) for window in LONG_WINDOWS]
+
+
+@pytest.mark.parametrize("format, kv, window", [*LONG_TEXTS, ("Q8_0", KV_F32, 0)])
+def test_long_text(engine, tmp_path, format, kv, window):
+    """Blocks of attention that begin at an odd or even number of positions, windows that end within them or at their
+    edges, and blocks that nobody sees."""
+    hidden_dim, head_dim = (48, 10) if format == "F16" else (64, 16)  # blocks have 32 columns
+    net = Net("llama", format, 32, hidden_dim, 4, 2, head_dim, window=window)
+    this = random_case(tmp_path / "long.gguf", net, 600)
+    whole = engine().logits(this.path, this.tokens, n_ctx=608, max_rows=600, chunk=600, threads=2, kv_type=kv)
+    errors = row_errors(whole, oracle(*this[1:], kv=kv))
+    limits = {KV_F32: (F32_TOLERANCE,) * 2, KV_F16: (KV_TYPICAL, KV_WORST), KV_Q8: (Q8_TYPICAL, Q8_WORST)}
+    typical, worst = limits[kv] if format == "F16" else (INT8_WORST,) * 2
+    assert np.median(errors) < typical and errors.max() < worst, (np.median(errors), errors.max())
+    for build in BUILDS:
+        for chunk in (1, 7, 37):
+            assert same(engine(build).logits(this.path, this.tokens, n_ctx=600, chunk=chunk, kv_type=kv), whole)
+
+
+def with_bias(path, values):
+    """A net's file and what it stores, with some of the biases of blk.0.attn_v changed: {at: value}"""
+    file, stored = random_net(NETS["qwen2"])
+    name = "blk.0.attn_v.bias"
+    bias = stored[name][0].copy()
+    for at, value in values.items():
+        bias[at] = value
+    stored[name] = bias, None
+    return file.plus((name, (len(bias),), 0, bias.astype("<f4").tobytes())).write(path), stored
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("chunk", [1, 128])
+def test_f16_cache_saturates(engine, tmp_path, build, chunk):
+    """Values of ±100,000, which as halves would be infinite. Those of ±30,000 beside them tell 65,504 from 100,000: the
+    norms would otherwise make them equal."""
+    path, stored = with_bias(tmp_path / "large.gguf", {1: 1e5, 4: -1e5, 7: 3e4, 10: -3e4})
+    tokens = np.random.default_rng(11).integers(0, NETS["qwen2"].vocab_size, 50).astype(i32)
+    saturated, unlimited = (oracle(NETS["qwen2"], stored, tokens, kv=kv) for kv in (KV_F16, KV_F32))
+    got = engine(build).logits(path, tokens, chunk=chunk, threads=2, kv_type=KV_F16)
+    assert np.isfinite(got).all()
+    errors = row_errors(got, saturated)
+    assert np.median(errors) < KV_TYPICAL and errors.max() < KV_WORST
+    assert np.median(row_errors(got, unlimited)) > 0.01
+    exact = engine(build).logits(path, tokens, chunk=chunk, threads=2)
+    assert error(exact, unlimited) < F32_TOLERANCE
+
+
+def test_q8_hides_no_infinity(engine, tmp_path):
+    """One value is infinite, where f16 would saturate: no number may come of it."""
+    path, _ = with_bias(tmp_path / "inf.gguf", {3: np.inf})
+    assert np.isnan(engine().logits(path, np.arange(20), kv_type=KV_Q8)).all()
+    refused(1, path, "--kv", "q8", "-i", "a", "-n", 1, "--json", naming=["finite"])
 
 
 # ---- the same bits however they are computed ----
 
 
-def same(a, b):
-    """Equal to the last bit (so that NaN equals NaN, and 0 is not -0)."""
-    return a.dtype == b.dtype == f32 and np.array_equal(a.view(i32), b.view(i32))
-
-
-KINDS = [("even", 0), ("six", 1), ("even", 2), ("shorter", 2), ("ragged", 2)]  # float32, int8, both in one file
-every_kind = pytest.mark.parametrize("shape, version", KINDS)
-
-
 @pytest.fixture(scope="session")
 def alone(engine, case):
-    """alone(shape, version): the logits that every other way must repeat: one thread, all rows in one call."""
-    return functools.cache(lambda *key: engine().logits(case(*key).path, case(*key).tokens))
+    """alone(key, kv): the logits that every other way must repeat: one thread, all rows in one call."""
+    return functools.cache(lambda key, kv: engine().logits(case(*key).path, case(*key).tokens, kv_type=kv))
 
 
-@every_kind
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [1, 7, N_ROWS])
-def test_chunks_and_threads(engine, case, alone, shape, version, threads, chunk):
-    path, _, _, tokens = case(shape, version)
-    assert same(engine().logits(path, tokens, chunk=chunk, threads=threads), alone(shape, version))
-
-
-@every_kind
-def test_room_does_not_matter(engine, case, alone, shape, version):
-    path, _, _, tokens = case(shape, version)
-    assert same(engine().logits(path, tokens, n_ctx=N_ROWS, max_rows=N_ROWS), alone(shape, version))
-
-
-@every_kind
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("chunk", [1, 5, N_ROWS])
-def test_builds(engine, case, alone, shape, version, build, chunk):
-    path, _, _, tokens = case(shape, version)
-    assert same(engine(build).logits(path, tokens, chunk=chunk, threads=2), alone(shape, version))
+@each_kv
+@every_key
+def test_chunks_threads_and_builds(engine, case, alone, key, kv, build):
+    path, _, _, tokens = case(*key)
+    n, logits = len(tokens), functools.partial(engine(build).logits, path, tokens, kv_type=kv)
+    for chunk, threads in [(1, 1), (1, 3), (2, 2), (5, 2), (7, 3), (n, 1), (n, 2)]:
+        got = logits(chunk=chunk, threads=threads, n_ctx=n, max_rows=chunk)
+        assert same(got, alone(key, kv)), (chunk, threads)
+    assert same(logits(n_ctx=1000, max_rows=300), alone(key, kv))
 
 
-@every_kind
-@pytest.mark.parametrize("threads", [1, 2])
-def test_sequences_in_one_call(engine, case, shape, version, threads):
+@each_kv
+@every_key
+def test_sequences_in_one_call(engine, case, key, kv):
     """Thirteen sequences of unequal length whose rows come in a random order, 11 a call, each row somewhere after its
-    past; then a call may hold a whole prompt of one sequence and one token of another."""
-    path, c, _, _ = case(shape, version)
+    past: neighbours in the cache are written by different calls and threads. Then a call holds a whole prompt of one
+    sequence and one token of another."""
+    path, net, _, _ = case(*key)
     rng = np.random.default_rng(2)
     lengths = [40, 61, *rng.integers(1, 40, 11)]
-    sequences = [rng.integers(0, c.vocab_size, n).astype(i32) for n in lengths]
-    want = [engine().logits(path, tokens) for tokens in sequences]
+    sequences = [rng.integers(0, net.vocab_size, n).astype(i32) for n in lengths]
+    want = [engine().logits(path, tokens, kv_type=kv) for tokens in sequences]
     seq = rng.permutation(np.repeat(np.arange(13), lengths))
     pos = np.empty_like(seq)
     for s, n in enumerate(lengths):
         pos[seq == s] = np.arange(n)
     tokens = np.array([sequences[s][p] for s, p in zip(seq, pos)])
-    with engine().session(path, n_seqs=13, max_rows=11, threads=threads) as forward:
+    with engine().session(path, n_seqs=13, max_rows=11, threads=3, kv_type=kv) as forward:
         for at in range(0, len(seq), 11):
             rows = rng.permutation(np.arange(at, min(at + 11, len(seq))))  # within a call, order is free
             got = forward(tokens[rows], pos[rows], seq[rows])
             assert same(got, np.array([want[s][p] for s, p in zip(seq[rows], pos[rows])]))
-    with engine().session(path, n_seqs=2, threads=threads) as forward:
+    with engine().session(path, n_seqs=2, threads=2, kv_type=kv) as forward:
         forward(sequences[0][:39], np.arange(39), 0)
         got = forward(np.append(sequences[1], sequences[0][39]), np.append(np.arange(61), 39), [1] * 61 + [0])
         assert same(got, np.concatenate([want[1], want[0][39:]]))
 
 
-@every_kind
-def test_only_wanted_logits(engine, case, alone, shape, version):
-    path, _, _, tokens = case(shape, version)
-    rng = np.random.default_rng(3)
-    for share in (0, 0.1, 0.5, 0.9):
-        want = rng.random(N_ROWS) < share
-        with engine().session(path, threads=2) as forward:
-            assert same(forward(tokens, np.arange(N_ROWS), want=want), alone(shape, version)[want])
-    with engine().session(path) as forward:
-        last = np.arange(N_ROWS) == N_ROWS - 1
-        assert same(forward(tokens, np.arange(N_ROWS), want=last), alone(shape, version)[-1:])
-
-
-@every_kind
-def test_the_past_can_be_rewritten(engine, case, alone, shape, version):
-    path, _, _, tokens = case(shape, version)
-    with engine().session(path, threads=2) as forward:
-        forward(tokens[::-1], np.arange(N_ROWS))  # another text
+@each_kv
+@every_key
+def test_past_can_be_rewritten(engine, case, alone, key, kv):
+    """What another text left, in the second half of a step of two positions too, must not be seen."""
+    path, _, _, tokens = case(*key)
+    n, want = len(tokens), alone(key, kv)
+    with engine().session(path, threads=2, kv_type=kv) as forward:
+        forward(tokens[::-1], np.arange(n))  # another text
         forward(tokens[:20], np.arange(20))
         forward(tokens[50:60], np.arange(20, 30))  # a draft that is thrown away
-        assert same(forward(tokens[20:], np.arange(20, N_ROWS)), alone(shape, version)[20:])
+        for t in range(20, 41):  # one at a time: odd and even numbers of positions
+            assert same(forward(tokens[t : t + 1], [t]), want[t : t + 1])
+        assert same(forward(tokens[41:], np.arange(41, n)), want[41:])
 
 
-@pytest.mark.parametrize("version", [0, 2])
-def test_long_text(engine, tmp_path, version):
-    """500 positions: many blocks of attention, whatever their length."""
-    c = Config(32, 64, 1, 2, 1, 40, 512, True)
-    tensors, path = random_tensors(c), tmp_path / "long.bin"
-    write_checkpoint(path, version, c, tensors)
-    tokens = np.random.default_rng(6).integers(0, c.vocab_size, 500).astype(i32)
-    whole = engine().logits(path, tokens, n_ctx=512, max_rows=500, chunk=500)
-    errors = row_errors(whole, oracle(c, as_stored(version, c, tensors), tokens))
-    assert errors.max() < (F32_TOLERANCE if version == 0 else INT8_WORST)
-    for chunk in (1, 7, 100, 128):
-        for build in ("run", "run-plain"):
-            assert same(engine(build).logits(path, tokens, n_ctx=512, chunk=chunk, threads=2), whole)
+@every_key
+def test_only_wanted_logits(engine, case, alone, key):
+    path, _, _, tokens = case(*key)
+    n, rng, whole = len(tokens), np.random.default_rng(3), alone(key, KV_F32)
+    for share in (0, 0.1, 0.5, 0.9):
+        want = rng.random(n) < share
+        with engine().session(path, threads=2) as forward:
+            assert same(forward(tokens, np.arange(n), want=want), whole[want])
+    with engine().session(path) as forward:
+        assert same(forward(tokens, np.arange(n), want=np.arange(n) == n - 1), whole[-1:])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_version_0_and_1_say_the_same(engine, case, alone, shape):
-    assert same(alone(shape, 0), alone(shape, 1))
+def test_version_0_and_1_say_the_same(alone, shape):
+    assert same(alone((shape, 0), KV_F32), alone((shape, 1), KV_F32))
 
 
-# ---- kernels ----
+@pytest.mark.parametrize("alignment", [8, 64, 4096])
+def test_alignment(engine, case, alone, tmp_path, alignment):
+    file, _ = random_net(NETS["qwen3"])
+    file.alignment = alignment
+    path = file.plus(("general.alignment", "u32", alignment)).write(tmp_path / "aligned.gguf")
+    assert same(engine().logits(path, case("qwen3").tokens), alone(("qwen3",), KV_F32))
+
+
+@pytest.mark.parametrize("kind", ["u8", "i16", "u64", "i64", "f32", "f64"])
+def test_numbers_of_any_type(engine, case, alone, tmp_path, kind):
+    file, _ = random_net(NETS["qwen3"])
+    file.keys = [(k, kind, v) if t == "u32" and v < 128 else (k, "f64" if t == "f32" else t, v) for k, t, v in file.keys]
+    eps = ("qwen3.attention.layer_norm_rms_epsilon", "f64", float(f32(1e-6)))
+    path = file.plus(eps).write(tmp_path / "numbers.gguf")
+    assert same(engine().logits(path, case("qwen3").tokens), alone(("qwen3",), KV_F32))
+
+
+def test_generate_from_gguf(engine, case):
+    """-n counts new tokens; the tokenizer is the file's."""
+    path = case("qwen3").path
+    assert output("-m", "tokenize", path, "-i", "abcd") == b" ".join(b"%d" % id for id in ABCD) + b"\n"
+    with engine().session(path, kv_type=KV_F16) as forward:  # as ./run does, since the weights are not f32
+        ids = greedy_ids(forward, ABCD, 6)
+    ids = ids[: ids.index(NEVER)] if NEVER in ids else ids
+    pieces = ["" if id == BOS else (LETTER_PIECES + [f"<{i}>" for i in range(97)])[id].replace("▁", " ") for id in ids]
+    assert output(path, "-i", "abcd", "-t", 0, "-n", 6).decode() == "abcd" + "".join(pieces) + "\n"
+
+
+# ---- kernels: unpacking and products ----
+
+
+@every_format
+@pytest.mark.parametrize("build", BUILDS)
+def test_unpacking_equals_gguf(engine, name, build):
+    """Random bytes: subnormal, infinite and NaN scales too."""
+    columns, width = block_size(name)
+    rng, this = np.random.default_rng(1), engine(build)
+    for rows, n in [(1, 1), (17, 3), (50, 4), (100, 8)]:
+        cols = n * max(columns, 2)  # an odd row of halves is not laid out in panels
+        blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
+        want = dequantise(name, blocks)
+        assert np.isnan(want).any() or rows < 50 or width < 4
+        assert np.array_equal(this.unpack(name, blocks, cols), want, equal_nan=True)
+        back = np.empty((rows, cols), f32)
+        this.matmul(name, blocks, np.zeros((1, cols), f32), threads=3, back=back)
+        assert np.array_equal(back, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_1", "Q6_K"])
+def test_unpacking_of_every_half(engine, name):
+    """All 65536 as a weight, or as a scale."""
+    halves = np.arange(65536, dtype=np.uint16)
+    if name in ("F16", "BF16"):
+        blocks = halves.view(u8).reshape(256, -1)
+    else:
+        blocks = np.random.default_rng(2).integers(0, 256, (65536, block_size(name)[1])).astype(u8)
+        blocks = with_fields(name, blocks, d=halves[:, None], m=halves[::-1, None])
+    back = np.empty((len(blocks), 256 if block_size(name)[0] in (1, 256) else 32), f32)
+    want = dequantise(name, blocks)
+    assert np.array_equal(engine().unpack(name, blocks, back.shape[1]), want, equal_nan=True)
+    engine().matmul(name, blocks, np.zeros((1, back.shape[1]), f32), back=back)
+    assert np.array_equal(back, want, equal_nan=True)
 
 
 def fma(a, b, c):
@@ -638,99 +1298,206 @@ def matmul_f32(w, x):
     return y
 
 
-def matmul_int8(w, scale, x):
-    """Blocks as long as weights and activations (32) share a scale; integers are exact, blocks ascend, one fused
-    multiply-add each."""
-    y = np.zeros((len(x), len(w)), f32)
-    group = w.shape[1] // scale.shape[1]
+def matmul_integers(q, scale, minimum, x):
+    """What every build must give. Blocks as long as the group of weights and that of activations (32) share are summed
+    in integers; one fused multiply-add for the sum, one for the minimum; blocks ascend."""
+    y, group = np.zeros((len(x), len(q)), f32), q.shape[1] // scale.shape[1]
     step = math.gcd(group, 32)
-    for k in range(0, w.shape[1], step):
-        q, x_scale = quantise_activations(x[:, k // 32 * 32 : k // 32 * 32 + 32])
-        dot = q[:, k % 32 : k % 32 + step] @ w[:, k : k + step].T.astype(int)
-        y = fma(dot.astype(f32), x_scale * scale[None, :, k // group], y)
+    for k in range(0, x.shape[1], step):
+        x_q, x_scale = quantise_activations(x[:, k // 32 * 32 : k // 32 * 32 + 32])
+        x_q = x_q[:, k % 32 : k % 32 + step]
+        y = fma((x_q @ q[:, k : k + step].T.astype(int)).astype(f32), x_scale * scale[None, :, k // group], y)
+        if minimum is not None:
+            y = fma(minimum[None, :, k // group], x_scale * x_q.sum(1, keepdims=True).astype(f32), y)
     return y
 
 
+def matmul_bf16(w, x, flush=False):
+    """What every build must give: x is rounded, pairs of columns ascend, and of a pair the second column comes first;
+    one fused multiply-add each. flush: subnormal numbers count as zero, as operands and as results."""
+
+    def flushed(a):
+        return np.where(np.abs(a) < 2.0**-126, np.copysign(f32(0), a), a) if flush else a
+
+    with np.errstate(all="ignore"):
+        w, x, y = flushed(w), flushed(rounded_bf16(x).astype(f32)), np.zeros((len(x), len(w)), f32)
+        for k in range(0, w.shape[1], 2):
+            for i in (k + 1, k):
+                y = flushed(fma(x[:, i, None], w[None, :, i], y))
+    return y
+
+
+MATMULS = dict(F32=matmul_f32, F16=matmul_f32, BF16=matmul_bf16)
 F32_SHAPES = [(rows, cols) for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 50) for cols in (1, 2, 3, 7, 16, 44, 129)]
 F32_SHAPES += [(rows, 1 + rows * 37 % 150) for rows in range(1, 51)] + [(128, 512), (100, 1000), (7, 2048)]
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_matmul_f32(engine, build):
-    rng = np.random.default_rng(4)
-    for rows, cols in F32_SHAPES:
-        w = rng.standard_normal((rows, cols)).astype(f32)
-        x = rng.standard_normal((20, cols)).astype(f32)
-        want = matmul_f32(w, x)
-        # cols roundings, each at most 2^-24 of a partial sum, which the sum of magnitudes bounds
-        bound = cols * 2.0**-23 * (np.abs(x).astype(f64) @ np.abs(w).T.astype(f64))
-        assert (np.abs(want - x.astype(f64) @ w.T.astype(f64)) <= bound).all()
-        for n in range(1, 21):
-            got = engine(build).matmul(w, x[:n].copy(), threads=1 + n % 3)
-            assert same(got, want[:n]), (rows, cols, n)
-
-
 INT8_SHAPES = [(rows, cols) for rows in (1, 2, 15, 16, 17, 33, 50) for cols in (16, 32, 48, 80, 96, 128, 192, 208)]
 INT8_SHAPES += [(rows, 192) for rows in range(1, 51)] + [(64, 512), (7, 2048)]
 
 
-def int8_operands(rng, rows, cols, group):
-    w = rng.integers(-128, 128, (rows, cols)).astype(np.int8)
-    scale = np.exp(rng.standard_normal((rows, cols // group))).astype(f32) / f32(127)
-    x = (rng.standard_normal((20, cols)) * np.exp(rng.standard_normal((20, 1)))).astype(f32)
-    x[3] = 0
-    x[4:, :32] = 0  # all-zero groups
-    w[0, :group] = 0
-    scale[0, 0] = 0
-    return w, scale, x
+def operands(kind):
+    """[(w, scale, x)] of a format, or of int8 whose group is kind; among them rows and groups that are all zero."""
+    rng, columns = np.random.default_rng(3), max(2, block_size(kind)[0]) if kind in FORMATS else 1
+    shapes = [(rows, n * columns) for rows in (1, 15, 16, 17, 32, 33, 50) for n in (1, 3)] + [(47, 512), (5, 1024)]
+    if kind not in FORMATS:
+        shapes = [shape for shape in INT8_SHAPES if shape[1] % kind == 0]
+    for rows, cols in F32_SHAPES if kind == "F32" else shapes:
+        x = (rng.standard_normal((20, cols)) * np.exp(rng.standard_normal((20, 1)))).astype(f32)
+        x[3], x[4:6, :32] = 0, 0
+        if kind in FORMATS:
+            w = random_weights(rng, kind, rows, cols, 1)
+            if kind == "F16":
+                w.view(np.float16)[::3] *= np.float16(2**-14)  # subnormal, or zero
+            yield w, None, x
+        else:
+            w = rng.integers(-128, 128, (rows, cols)).astype(np.int8)
+            scale = np.exp(rng.standard_normal((rows, cols // kind))).astype(f32) / f32(127)
+            w[0, :kind], scale[0, 0] = 0, 0
+            yield w, scale, x
 
 
+@pytest.fixture(scope="session")
+def products():
+    """products(kind): [(w, scale, x, y)]; y checked against float64."""
+
+    @functools.cache
+    def make(kind):
+        made = []
+        for blocks, scale, x in operands(kind):
+            seen, w = x.astype(f64), dequantise(kind, blocks) if kind in FORMATS else None
+            if kind in MATMULS:
+                y = MATMULS[kind](w, x)
+            else:
+                y = matmul_integers(*((blocks, scale, None) if w is None else integers(kind, blocks)), x)
+                w = blocks * np.repeat(scale.astype(f64), kind, 1) if w is None else w
+            seen = ROUNDING.get(kind, rounded if kind not in FORMATS else lambda x: x)(seen)
+            # Float weights: a rounding a column. Integers: a few a group, among them those of dequantised w, of size
+            # |scale·q| + |min|, which random blocks keep within a few times the rms.
+            # int8 with scales apart: two a block of 16, and one for the product of the scales.
+            size = np.abs(w) + (np.abs(w).max(1, keepdims=True) if kind in FORMATS and kind != "F32" else 0)
+            roundings = x.shape[1] if kind in FORMATS else x.shape[1] / 16 + 2
+            bound = roundings * 2.0**-23 * (np.abs(seen) @ size.T.astype(f64))
+            assert (np.abs(y - seen @ w.T.astype(f64)) <= bound).all()
+            made.append((blocks, scale, x, y))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, 16, 32, 48, 64])
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("group", [16, 32, 48, 64])
-def test_matmul_int8(engine, build, group):
-    rng = np.random.default_rng(5)
-    for rows, cols in [shape for shape in INT8_SHAPES if shape[1] % group == 0]:
-        w, scale, x = int8_operands(rng, rows, cols, group)
-        want = matmul_int8(w, scale, x)
-        exact = rounded(x) @ (w * np.repeat(scale.astype(f64), group, 1)).T
-        # two roundings a block, and one for the product of the scales
-        bound = (cols / 16 + 2) * 2.0**-23 * (np.abs(rounded(x)) @ np.abs(w * np.repeat(scale.astype(f64), group, 1)).T)
-        assert (np.abs(want - exact) <= bound).all()
+def test_matmul(engine, products, kind, build):
+    for w, scale, x, want in products(kind):
         for n in range(1, 21):
-            got = engine(build).matmul(w, x[:n].copy(), scale, threads=1 + n % 3)
-            assert (np.abs(got - exact[:n]) <= bound[:n]).all(), (rows, cols, n)
-            assert same(got, want[:n]), (rows, cols, n)
+            got = engine(build).matmul(kind, w, x[:n].copy(), scale, threads=1 + n % 3)
+            assert same(got, want[:n]), (w.shape, n)
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("value", [-128, 127])
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_matmul_int8_extremes(engine, build, value, sign):
+@pytest.mark.parametrize("name", QUANTISED)
+def test_extreme_quants(engine, name, build):
     """Every product at its largest: sums in 16 bits would overflow here if anywhere."""
-    w = np.full((17, 64), value, np.int8)
-    scale = np.ones((17, 2), f32)
-    x = np.full((9, 64), 127 * sign, f32)
-    x[1::2, ::2] *= -1
-    got = engine(build).matmul(w, x, scale)
-    assert np.array_equal(got, x @ w.T.astype(f32))
+    columns, width = block_size(name)
+    for byte in (b"\0", b"\xff", b"\x80", b"\x7f"):
+        begin, end = FIELDS[name][0]["q"]
+        blocks = np.zeros((33, 2 * width), u8)
+        blocks = with_fields(name, blocks, d=ONE, m=ONE, s=b"\xff" * 16 if name == "Q6_K" else b"\xff" * 12)
+        blocks = with_fields(name, blocks, q=byte * (end - begin))
+        x = np.full((9, 2 * columns), 127, f32)
+        x[1::3] *= -1
+        x[2::3, ::2] *= -1
+        assert same(engine(build).matmul(name, blocks, x), matmul_integers(*integers(name, blocks), x))
 
 
 @pytest.mark.parametrize("build", BUILDS)
 def test_activations_round_to_even(engine, build):
     """The peak is 127, so that the scale is 1 and halves are halves."""
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5] + [0] * 24], f32)
-    got = engine(build).matmul(np.eye(32, dtype=np.int8), x, np.ones((32, 1), f32))
+    got = engine(build).matmul(None, np.eye(32, dtype=np.int8), x, np.ones((32, 1), f32))
     assert got[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_matmul_int8_hides_no_nan(engine, build):
-    """NaN must reach the logits, where the sampler looks for it; a group too small to be scaled counts as zero."""
-    x = np.zeros((4, 64), f32)
-    x[0, 40], x[1, 40], x[2, 40], x[3, 40] = np.nan, np.inf, 1e-40, 1
-    got = engine(build).matmul(np.ones((17, 64), np.int8), x, np.ones((17, 2), f32))
-    assert not np.isfinite(got[:2]).any()
-    assert (got[2] == 0).all() and np.allclose(got[3], 1, rtol=1e-6)
+@every_format
+def test_matmul_hides_no_nan(engine, name, build):
+    """NaN must reach the logits, where the sampler looks for it."""
+    cols = 2 * block_size(name)[0] if name in QUANTISED else 64
+    blocks = random_weights(np.random.default_rng(4), name, 17, cols, 1)
+    x = np.ones((3, cols), f32)
+    x[0, 40], x[1, 40] = np.nan, np.inf
+    got = engine(build).matmul(name, blocks, x)
+    assert not np.isfinite(got[:2]).any() and np.isfinite(got[2]).all()
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_activations_too_small_to_be_scaled_are_zero(engine, build):
+    x = np.zeros((2, 64), f32)
+    x[0, 40], x[1, 40] = 1e-40, 1
+    got = engine(build).matmul(None, np.ones((17, 64), np.int8), x, np.ones((17, 2), f32))
+    # 127 times a scale that is rounded, 1 / 127: two roundings
+    assert (got[0] == 0).all() and np.allclose(got[1], 1, rtol=1e-6)
+
+
+def needs_bf16_product(this, build, w, x):
+    """Equal to the bit, but for NaN, which has many. Only ./run may have an instruction that flushes subnormal numbers:
+    then it does so everywhere."""
+    got = this.matmul("BF16", (w.view(np.uint32) >> 16).astype("<u2").view(u8).reshape(len(w), -1), x)
+    ways = [matmul_bf16(w, x, flush) for flush in ([False, True] if build == "run" else [False])]
+    got, *ways = (np.where(np.isnan(y), f32(np.nan), y) for y in (got, *ways))
+    assert any(same(got, want) for want in ways), (got, ways)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_bf16_activations_round_to_even(engine, build):
+    """Every upper half of a float, with lower halves on, beside and far from the tie: times 1 it is what it is rounded
+    to. NaN stays NaN, also where only its lower half says so; beyond the largest bfloat16 is infinity."""
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    bits = (np.arange(65536, dtype=np.uint32)[:, None] << 16 | lower).reshape(-1)
+    one, x = np.array([[1, 0]], f32), np.zeros((len(bits), 2), f32)
+    x[:, 0] = bits.view(f32)
+    needs_bf16_product(engine(build), build, one, x)
+    ulp, largest = 2.0**-7, 255 * 2.0**120
+    pairs = [(1 + ulp / 2, 1), (1 + ulp / 2 + 2.0**-23, 1 + ulp), (1 + 1.5 * ulp, 1 + 2 * ulp), (2 - ulp / 2, 2),
+             (largest + 2.0**119 - 2.0**104, largest), (largest + 2.0**119, math.inf)]  # fmt: skip
+    for value, want in pairs + [(-value, -want) for value, want in pairs]:
+        got = engine(build).matmul("BF16", np.array([[0x3F80, 0]], "<u2").view(u8), np.array([[value, 0]], f32))
+        assert got[0, 0] == want, value
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_bf16_of_any_size(engine, build):
+    """Every exponent, infinity and NaN among them; then exponents whose products lie around the largest float and
+    around the smallest that is normal."""
+    rng = np.random.default_rng(12)
+
+    def floats(shape, exponents):
+        bits = rng.integers(*exponents, shape) << 23 | rng.integers(0, 2**23, shape) | rng.integers(0, 2, shape) << 31
+        return bits.astype(np.uint32).view(f32)
+
+    def halves(shape, exponents):
+        return (floats(shape, exponents).view(np.uint32) & 0xFFFF0000).view(f32)
+
+    for cols in (2, 2, 2, 4, 8, 30):
+        for w, x in [((0, 256), (0, 256)), ((1, 255), (1, 255)), ((180, 200), (177, 190)), ((60, 70), (50, 68))]:
+            needs_bf16_product(engine(build), build, halves((50, cols), w), floats((60, cols), x))
+    large, small = 2.0**64, 2.0**-60
+    for w, x in [
+        ([large, 1], [large, -(2.0**127)]),              # 2^127: only the product alone overflows
+        ([1, large], [-(2.0**127), large]),              # infinity: in the other order, 2^127
+        ([large, large], [large, -large]),               # -infinity: with a rounded product, NaN
+        ([small, 1], [small / 64, 2.0**-120]),           # 2^-120 + 2^-126
+        ([small, 1], [small / 1024, 2.0**-120]),         # 2^-120 + 2^-130: only the product alone is subnormal
+        ([small, 1], [small / 1024, -(2.0**-125)]),
+        ([small, small], [small / 1024, small / 1024]),  # 2^-129, or 0
+        ([1, math.inf], [1, 0]),                         # NaN
+        ([0, 1], [math.inf, 1]),
+        ([1, 1], [math.inf, -math.inf]),
+        ([1, math.nan], [1, 1]),
+        ([1, 1], [math.nan, 1]),
+        ([-1, 2], [math.inf, 1]),                        # infinity
+        ([1, 1], [1, -math.inf]),
+    ]:  # fmt: skip
+        needs_bf16_product(engine(build), build, np.array([w] * 17, f32), np.array([x] * 3, f32))
+
 
 # ---- vocabularies ----
 
@@ -797,16 +1564,7 @@ class Library:
     """Tokenizer and sampler of one build of run.c."""
 
     def __init__(self, path):
-        c, void, int_, real = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-        self.c = c
-        state = ctypes.POINTER(ctypes.c_uint64)
-        c.lib_tokenizer.restype, c.lib_tokenizer.argtypes = void, [ctypes.c_char_p]
-        c.lib_tokenizer_free.restype, c.lib_tokenizer_free.argtypes = None, [void]
-        c.lib_encode.restype, c.lib_encode.argtypes = int_, [void, ctypes.c_char_p, int_, int_, void]
-        c.lib_decode.restype, c.lib_decode.argtypes = int_, [void, void, int_, void]
-        c.lib_seed.restype, c.lib_seed.argtypes = None, [ctypes.c_uint64, state]
-        c.lib_sample.restype = int_
-        c.lib_sample.argtypes = [void, int_, real, real, int_, real, real, void, int_, state]
+        self.c = library_at(path)
 
     def seed(self, seed):
         state = ctypes.c_uint64()
@@ -828,7 +1586,6 @@ class Library:
 class Tokenizer:
     def __init__(self, c, path):
         self.c, self.handle = c, c.lib_tokenizer(str(path).encode())
-        self.longest = struct.unpack("<i", path.read_bytes()[:4])[0]
 
     def __del__(self):
         self.c.lib_tokenizer_free(self.handle)
@@ -838,7 +1595,7 @@ class Tokenizer:
         return ids[: self.c.lib_encode(self.handle, text, len(text), bos, ids.ctypes.data)].tolist()
 
     def decode(self, ids):
-        ids, out = np.array(ids, np.int32), np.empty(len(ids) * self.longest + 16, np.uint8)
+        ids, out = np.array(ids, np.int32), np.empty(len(ids) * 1024 + 16, np.uint8)
         return out[: self.c.lib_decode(self.handle, ids.ctypes.data, len(ids), out.ctypes.data)].tobytes()
 
 
@@ -857,7 +1614,7 @@ def llama2_reference():
     return Reference(*read_tokenizer(LLAMA2))
 
 
-# ---- the tokenizer: text to ids ----
+# ---- the tokenizer: text to ids and back ----
 
 KNOWN = {
     "𒎗𓐍": "29871 243 149 145 154 243 150 147 144",
@@ -867,26 +1624,24 @@ KNOWN = {
 }
 
 
-def known_strings():
-    yield from KNOWN.items()
-    if TOKENIZERS.is_dir():
-        name = TOKENIZERS / "ggml-vocab-llama-spm.gguf"
-        texts = Path(f"{name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]
-        ids = Path(f"{name}.out").read_text().split("\n")[:-1]
-        assert len(texts) == len(ids) == 46
-        yield from zip(texts, ids)
+def strings_of(name):
+    """[(text, its ids)] that llama.cpp has for a vocabulary."""
+    known = TOKENIZERS / f"ggml-vocab-{name}.gguf"
+    texts = Path(f"{known}.inp").read_bytes().split(b"\n__ggml_vocab_test__\n")[:-1]
+    ids = [list(map(int, line.split())) for line in Path(f"{known}.out").read_text().split("\n")[:-1]]
+    assert len(texts) == len(ids) == 46
+    return [*zip(texts, ids)]
 
 
 def test_known_ids(llama2, tmp_path):
     """Through the library, the command line and the reference, which so is known to be right."""
-    for text, ids in known_strings():
-        ids, text = ids.split(), text.encode()
-        assert list(map(str, llama2.encode(text, bos=False))) == ids
-        assert list(map(str, llama2_reference().encode(text, bos=False))) == ids
-        assert llama2.encode(text) == [BOS, *map(int, ids)]
+    known = [(text.encode(), list(map(int, ids.split()))) for text, ids in KNOWN.items()]
+    for text, ids in known + (strings_of("llama-spm") if TOKENIZERS.is_dir() else []):
+        assert llama2.encode(text, bos=False) == llama2_reference().encode(text, bos=False) == ids
+        assert llama2.encode(text) == [BOS, *ids]
         (tmp_path / "text").write_bytes(text)
         printed = output("-m", "tokenize", "-z", LLAMA2, "-f", tmp_path / "text", "--no-bos")
-        assert printed.decode() == " ".join(ids) + "\n"
+        assert printed.decode() == " ".join(map(str, ids)) + "\n"
 
 
 @pytest.mark.parametrize("text", ["<s>", "</s>", "<unk>", "\n<s>\n", "\n</s>\n", "<0x41>", "<|im_start|>user", "a</s>b"])
@@ -959,25 +1714,30 @@ def test_vocabulary_without_bytes_gives_unknown(library, tmp_path):
     assert output("-m", "tokenize", "-z", tmp_path / "t.bin", "-i", "aza") == b"1 3 0 3\n"
 
 
-@pytest.mark.parametrize("kind", ["words", "one letter", "spaces", "newlines", "emoji", "bytes"])
+def megabyte(kind):
+    choice, n = random.Random(1).choice, 1_000_000
+    return {
+        "words": lambda: "".join(choice("etaoinshrdlu    ,.\n'") for _ in range(n)).encode(),
+        "one letter": lambda: b"a" * n,
+        "spaces": lambda: b" " * n,
+        "newlines": lambda: b"\n" * n,
+        "spaces and newlines": lambda: b"\n " * (n // 2),
+        "angles": lambda: b"<|" * (n // 2),
+        "symbols": lambda: "".join(choice("😀日é+\u0301𒎗") for _ in range(350_000)).encode(),
+        "bytes": lambda: random.Random(1).randbytes(n),
+    }[kind]()
+
+
+KINDS = ["words", "one letter", "spaces", "newlines", "spaces and newlines", "angles", "symbols", "bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_megabyte(llama2, tmp_path, kind):
     """Quadratic merges would take hours."""
-    choice = random.Random(1).choice
-    text = {
-        "words": lambda: "".join(choice("etaoinshrdlu    ,.\n") for _ in range(1_000_000)).encode(),
-        "one letter": lambda: b"a" * 1_000_000,
-        "spaces": lambda: b" " * 1_000_000,
-        "newlines": lambda: b"\n" * 1_000_000,
-        "emoji": lambda: "".join(choice("😀日é𒎗") for _ in range(350_000)).encode(),
-        "bytes": lambda: random.Random(1).randbytes(1_000_000),
-    }[kind]()
-    (tmp_path / "text").write_bytes(text)
+    (tmp_path / "text").write_bytes(megabyte(kind))
     ids = list(map(int, output("-m", "tokenize", "-z", LLAMA2, "-f", tmp_path / "text").split()))
     assert ids[0] == BOS
-    assert llama2.decode(ids) == text
-
-
-# ---- the tokenizer: ids to text ----
+    assert llama2.decode(ids) == megabyte(kind)
 
 
 def test_decoder_keeps_incomplete_code_points_at_the_end(llama2):
@@ -1009,25 +1769,16 @@ def coin_of(state):
     return ((state * 0x2545F4914F6CDD1D & MASK) >> 40) / 2**24
 
 
-def candidates(logits, coin, top_p=0.0, slack=1e-5, **options):
-    """The ids that are right for this coin: one, or two where float32 may round to either side."""
-    if 0 < top_p < 1:
-        cuts = {top_p - slack / 10, top_p + slack / 10}
-        return set().union(*(reference_sample(logits, coin, cut, slack, **options) for cut in cuts))
-    return reference_sample(logits, coin, top_p, slack, **options)
-
-
-def reference_sample(logits, coin, top_p, slack, temperature=1.0, top_k=0, min_p=0.0, penalty=1.0, history=()):
-    """In float64."""
-    x = np.array(logits, np.float64)
+def survivors(logits, temperature=1.0, top_k=0, min_p=0.0, top_p=0.0, penalty=1.0, history=()):
+    """(ids, their probabilities) of what may be drawn, in the order in which they are summed; in float64."""
+    x = np.array(logits, f64)
     for id in set(history):
         x[id] = x[id] / penalty if x[id] > 0 else x[id] * penalty
-    if temperature == 0:
-        return {int(np.argmax(x))}
     falling = np.lexsort((np.arange(len(x)), -x))
-    x /= temperature
+    if temperature == 0:
+        return falling[:1], np.ones(1)
     ids = falling[: top_k or None]
-    p = np.exp(x[ids] - x[ids[0]])
+    p = np.exp((x[ids] - x[ids[0]]) / temperature)
     p /= p.sum()
     if top_k == 0 and min_p == 0 and top_p in (0, 1):
         rising = np.argsort(ids)
@@ -1037,9 +1788,18 @@ def reference_sample(logits, coin, top_p, slack, temperature=1.0, top_k=0, min_p
     if 0 < top_p < 1:
         n = 1 + np.searchsorted(np.cumsum(p), top_p, side="right")  # the one that crosses top_p is in
         ids, p = ids[:n], p[:n]
-    end = np.cumsum(p)
-    r = coin * end[-1]
-    return set(ids[(end - p - slack <= r) & (r < end + slack)].tolist())
+    return ids, p
+
+
+def candidates(logits, coin, top_p=0.0, slack=1e-5, **options):
+    """The ids that are right for this coin: one, or two where float32 may round to either side."""
+    found = set()
+    for cut in {top_p - slack / 10, top_p + slack / 10} if 0 < top_p < 1 else {top_p}:
+        ids, p = survivors(logits, top_p=cut, **options)
+        end = np.cumsum(p)
+        r = coin * end[-1]
+        found |= set(ids[(end - p - slack <= r) & (r < end + slack)].tolist())
+    return found
 
 
 SETTINGS = [
@@ -1158,13 +1918,13 @@ SMALL = Reference(PIECES, SCORES)
 V = len(PIECES)  # 304: 19 heads of 16
 
 
-def write_table(path, table, seq_len=64, version=1):
+def write_table(path, table, seq_len=64, version=1, norm=V**-0.5):
     """A model whose logits after token t are table[t], whatever came before: attention and feed-forward add nothing,
-    and the embeddings are the unit vectors."""
+    and the embeddings are the unit vectors. norm: of the last layer, which so scales them."""
     c = Config(V, 16, 1, V // 16, 1, V, seq_len, False)
     tensors = {name: np.zeros(shape, np.float32) for name, shape in layout(0, c)}
     tensors["tok_embeddings"] = 100 * np.eye(V, dtype=np.float32)
-    tensors["norm"] += np.float32(V**-0.5)
+    tensors["norm"] += np.float32(norm)
     tensors["attention_norm"] += 1
     tensors["ffn_norm"] += 1
     tensors["output"] = np.ascontiguousarray(table.T, np.float32)
@@ -1177,6 +1937,14 @@ def chain(followers):
     table = np.zeros((V, V), np.float32)
     for id, piece in enumerate(PIECES):
         table[id, PIECES.index(followers(piece))] = 30
+    return table
+
+
+def stop_after_e(id):
+    """The alphabet up to e, then this."""
+    table = chain(alphabet)
+    table[PIECES.index(b"e")] = 0
+    table[PIECES.index(b"e"), id] = 30
     return table
 
 
@@ -1209,13 +1977,14 @@ class Small:
         follower = dict(zip(cycle, cycle[1:] + cycle[:1]))
         return self.table("chain", chain(lambda piece: follower.get(piece, cycle[0])))
 
-    def random(self, version=1, tied=False, seq_len=64):
-        """Here attention and feed-forward do matter."""
+    def random(self, version=1, tied=False, seq_len=64, text_only=False):
+        """Here attention and feed-forward do matter. text_only: it never says bytes or control pieces, if greedy."""
         c = Config(32, 48, 2, 4, 2, V, seq_len, tied)
-        path = self.folder / f"random-{version}-{tied}-{seq_len}.model"
+        path = self.folder / f"random-{version}-{tied}-{seq_len}-{text_only}.model"
         tensors = random_tensors(c)
         if not tied:
             tensors["output"] *= 3
+            tensors["output"][: 259 * text_only] = 0  # the best logit is above 0
         write_checkpoint(path, version, c, tensors)
         return path
 
@@ -1238,18 +2007,15 @@ def small(tmp_path_factory):
 
 
 @needs_shared
-@pytest.mark.parametrize("name", ["stories260K.bin", "stories260K_v1.bin"])
-def test_story(name):
+@pytest.mark.parametrize("flags", [[], ["-j", 3, "--chunk", 5]], ids=str)
+@pytest.mark.parametrize("file", [".bin", "_v1.bin", ".f32.gguf", ".f16.gguf"])
+def test_story(file, flags):
     story = (MODELS / "stories260K.expected200.txt").read_bytes()
-    arguments = [MODELS / name, "-z", MODELS / "tok512.bin", "-n", 200]
-    assert output(*arguments, "-t", 0) == story + b"\n"
-
-
-@needs_shared
-def test_sampled_story():
-    story = (MODELS / "stories260K.sample_t1.0_p0.9_s42.txt").read_bytes()
-    arguments = [MODELS / "stories260K.bin", "-z", MODELS / "tok512.bin", "-n", 200]
-    assert output(*arguments, "-t", "1.0", "-p", "0.9", "-s", 42) == story  # its newline is the final one
+    sampled = (MODELS / "stories260K.sample_t1.0_p0.9_s42.txt").read_bytes()  # its newline is the final one
+    tokenizer = ["-z", MODELS / "tok512.bin"] if ".bin" in file else []
+    tell = functools.partial(output, MODELS / f"stories260K{file}", *tokenizer, "-n", 200, "--kv", "f32", *flags)
+    assert tell("-t", 0) == story + b"\n"
+    assert ".gguf" in file or tell("-t", "1.0", "-p", "0.9", "-s", 42) == sampled  # GGUF files do not count the prompt
 
 
 def test_steps_count_the_prompt(small):
@@ -1277,10 +2043,7 @@ def test_prompt_longer_than_the_context(small):
 
 @pytest.mark.parametrize("stop", [BOS, EOS])
 def test_stop_ids(small, stop):
-    table = chain(alphabet)
-    table[PIECES.index(b"e")] = 0
-    table[PIECES.index(b"e"), stop] = 30
-    assert small.greedy(small.table("stops", table), "-n", 50) == b"abcde\n"
+    assert small.greedy(small.table("stops", stop_after_e(stop)), "-n", 50) == b"abcde\n"
 
 
 @pytest.mark.parametrize(
@@ -1349,7 +2112,6 @@ def test_prompt_sources_agree(small, tmp_path):
         assert small.greedy(*model, stdin=file) == wanted
     assert small.greedy(*model, "-i", "the cat", text=b"other") == wanted
     assert small.greedy(*model, text=b"") == small.greedy(*model) == small.greedy(*model, "-i", "")
-    refused(2, *small.arguments(*model, "-i", "a", "-f", tmp_path / "prompt"), naming=["--prompt", "--file"])
 
 
 def test_one_final_newline_of_a_file_is_dropped(small, tmp_path):
@@ -1440,12 +2202,7 @@ def test_logits_that_are_no_numbers(small, bad, flags):
         table[:, 200] = 3e38
     else:
         table[:] = -3e38
-    path = small.table(f"{bad}-{flags}", table)
-    if bad != "nan":
-        data = bytearray(path.read_bytes())  # a final norm of 10 takes them over the edge
-        at = 256 + 4 * 2 * V
-        data[at : at + 4 * V] = np.full(V, 10, "<f4").tobytes()
-        path.write_bytes(data)
+    path = small.table(f"{bad}-{flags}", table, **({} if bad == "nan" else dict(norm=10)))  # 10 takes them over the edge
     result = run(*small.arguments(path, "-n", 5, *flags))
     assert result.returncode == 1
     assert re.fullmatch(r"run: .*\n", result.stderr.decode().lstrip("\n")), result.stderr
@@ -1455,10 +2212,7 @@ def test_one_impossible_token_is_no_error(small):
     """-inf is how a token is forbidden."""
     table = np.zeros((V, V), np.float32)
     table[:, : V - 1] = -3e38
-    path = small.table("forbidden", table)
-    data = bytearray(path.read_bytes())
-    data[256 + 8 * V : 256 + 12 * V] = np.full(V, 10, "<f4").tobytes()
-    path.write_bytes(data)
+    path = small.table("forbidden", table, norm=10)
     assert small(path, "-n", 3) == PIECES[-1] * 3 + b"\n"
 
 
@@ -1475,13 +2229,9 @@ def test_threads_and_chunks_do_not_matter(small, version, tied):
         assert small(*model, *flags) == wanted
 
 
-def test_many_processes_at_once(small, tmp_path):
+def test_many_processes_at_once(small):
     """More threads than processors, of several processes: those that wait for others let them run."""
-    c = Config(32, 48, 2, 4, 2, V, 512, False)
-    tensors, path = random_tensors(c), tmp_path / "endless.model"
-    tensors["output"][:3] = 0  # the best logit is above 0: it never stops
-    write_checkpoint(path, 1, c, tensors)
-    arguments = path, "-n", 400, "-t", 0, "-i", "the cat"
+    arguments = small.random(seq_len=512, text_only=True), "-n", 400, "-t", 0, "-i", "the cat"
     alone = small(*arguments, "-j", 1)
     assert len(alone) > 400
     for processes in (2, 5):
@@ -1497,18 +2247,17 @@ def test_no_bos(small):
 
 # ---- flags ----
 
-FLAGS = """-t --temperature, -p --top-p, -k --top-k, --min-p, --repeat-penalty, -s --seed, -n --tokens, -i --prompt,
--f --file, -z --tokenizer, -m --mode, -c --context, -j --threads, --stop, --no-bos, --stats, --window,
---stride, --chunk, -h --help, --version""".replace("\n", " ")
 
-
-def test_help_and_version(small):
-    for flag in ["-h", "--help"]:
-        shown = output(flag).decode()
-        for name in re.split(r",? ", FLAGS):
-            assert re.search(rf"(?<![\w-]){name}(?![\w-])", shown), name
-    assert re.search(r"\d", output("--version").decode())
-    assert output("--version").count(b"\n") == 1
+def test_help_and_version():
+    shown = output("-h").decode()
+    assert output("--help").decode() == shown
+    names = re.findall(r"^ +(?:-\w,)? *--([\w-]+)", shown, re.M)
+    wanted = """temperature top-p top-k min-p repeat-penalty seed tokens prompt file tokenizer mode context threads stop
+        no-bos stats window stride chunk json session template help version"""
+    assert len(names) >= 30 and set(wanted.split()) <= set(names) and "man" not in names
+    assert len(shown.splitlines()) <= 60  # a screen of 40 lines and a half
+    assert max(map(len, shown.splitlines())) <= 100
+    assert re.fullmatch(rb".*\d.*\n", output("--version"))
 
 
 def test_spellings_of_a_value(small):
@@ -1539,58 +2288,77 @@ BAD_VALUES = {
     ("-j", "--threads"): NO_NUMBER + ["-1", "99999999999"],
     ("-m", "--mode"): ["", "generat", "sing"],
 }
+MODES = "generate chat tokenize info perplexity bench batch".split()
+BAD_IN_ANY_MODE = [  # (options, what the message names)
+    ("-t", "-t"),
+    ("--seed", "--seed"),
+    ("-Q", "-Q"),
+    ("--man", "--man"),
+    ("second.bin", "second.bin"),
+    ("--stats=yes", "--stats"),
+    ("--temprature 1", "--temprature --temperature"),
+    ("--temprature=1", "--temprature --temperature"),
+    ("--sed 1", "--sed --seed"),
+    ("--tokeniser 1", "--tokeniser --tokenizer"),
+    ("--promt 1", "--promt --prompt"),
+    ("--repeat_penalty 1", "--repeat_penalty --repeat-penalty"),
+    ("--top_k=4", "--top_k --top-k"),
+    ("--hlep 1", "--hlep --help"),
+    ("--thread 1", "--thread --threads"),
+    ("--kv q9", "--kv f32 f16 q8 'q9'"),
+    ("--kv ''", "--kv f32 f16 q8 ''"),
+    ("--on-full drop", "--on-full stop slide 'drop'"),
+    ("--on-full ''", "--on-full stop slide ''"),
+    ("--template foo", "--template chatml llama-3 llama-2 mistral zephyr plain 'foo'"),
+    ("--rope-scaling llama3 --rope-factor 2", "--rope-scaling linear ntk yarn 'llama3'"),
+    ("--rope-scaling '' --rope-factor 2", "--rope-scaling linear ntk yarn ''"),
+    ("--rope-scaling ntk", "--rope-scaling --rope-factor"),
+    ("--rope-factor 2", "--rope-scaling --rope-factor"),
+    *((f"--rope-scaling ntk --rope-factor {factor}", f"--rope-factor {factor}") for factor in "0.99 0 -2 nan x".split()),
+    ("--think --no-think", "--think --no-think"),
+    ("--draft x --lookup 2", "--draft --lookup"),
+    ("--draft x --draft-tokens 0", "--draft-tokens"),
+    ("--lookup 65", "--lookup 64"),
+]
+BAD_IN_A_MODE = [
+    ("-m sing", "--mode 'sing' " + " ".join(MODES)),
+    ("-i a -f b", "--prompt --file"),
+    ("-m chat -i a -f b", "--prompt --file"),
+    ("-o x", "--output batch generate"),
+    ("-m chat --unordered", "--unordered batch chat"),
+    ("-i a --logprobs 2", "--logprobs --json"),
+    ("-i a --json --logprobs -1", "--logprobs"),
+    ("-m perplexity", ""),
+    ("-m perplexity -i a --stride 0", "stride"),
+    ("-m perplexity -i a --window 1", "window"),
+    ("-m perplexity -i a --resume", "--resume batch"),
+    ("-m batch", "batch --file"),
+    ("-m batch -i a -f b", "--prompt --file"),
+    ("-m batch -i a --resume", "--resume --output"),
+    ("-m batch -i a -b 0", "--batch '0'"),
+    ("-m batch -i a -b 5000", "--batch 4096"),
+    ("-m batch -i a --draft x", "--draft batch"),
+    ("-m batch -i a --logprobs -1", "--logprobs"),
+]
 
 
-@pytest.mark.parametrize("names", BAD_VALUES, ids=lambda names: names[-1])
-def test_bad_values(small, names):
-    for name in names:
-        for value in BAD_VALUES[names]:
-            message = refused(2, *small.arguments(small.alphabet, name, value))
-            assert any(n in message for n in names) and value.strip() in message, message
+BAD_IN_A_MODE += [(f"{name}={shlex.quote(value)}" if name[:2] == "--" else f"{name} {shlex.quote(value)}", f"{names[-1]} {value}")
+                  for names, values in BAD_VALUES.items() for value in values for name in names]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "typed, meant",
-    [
-        ("--temprature", "--temperature"),
-        ("--temprature=1", "--temperature"),
-        ("--sed", "--seed"),
-        ("--tokeniser", "--tokenizer"),
-        ("--promt", "--prompt"),
-        ("--repeat_penalty", "--repeat-penalty"),
-        ("--top_k=4", "--top-k"),
-        ("--hlep", "--help"),
-        ("--thread", "--threads"),
-    ],
-)
-def test_mistyped_option(small, typed, meant):
-    refused(2, *small.arguments(small.alphabet, typed, "1"), naming=[typed.split("=")[0], meant])
+@pytest.mark.parametrize("options, words", BAD_IN_ANY_MODE + BAD_IN_A_MODE)
+def test_bad_usage(tmp_path, options, words):
+    """Seen before anything is loaded: there is no such file. Where one of a few words is expected, all are named."""
+    modes = MODES if (options, words) in BAD_IN_ANY_MODE else [None]
+    for mode in modes:
+        given = ["-m", mode, "-i", "a"] if mode else []
+        refused(2, tmp_path / "no.model", *given, *shlex.split(options), naming=words.split())
 
 
-@pytest.mark.parametrize(
-    "flags, word",
-    [
-        ([], "checkpoint"),
-        (["-t"], "-t"),
-        (["--seed"], "--seed"),
-        (["MODEL", "-Q"], "-Q"),
-        (["MODEL", "second.bin"], "second.bin"),
-        (["MODEL", "--stats=yes"], "--stats"),
-    ],
-    ids=str,
-)
-def test_bad_usage(small, flags, word):
-    flags = [small.alphabet if flag == "MODEL" else flag for flag in flags]
-    refused(2, *flags, naming=[word])
-
-
-@pytest.mark.parametrize("mode", ["generate", "tokenize", "info", "perplexity", "bench"])
-def test_bad_usage_is_seen_before_anything_is_loaded(tmp_path, mode):
-    missing = tmp_path / "no.model", "-z", tmp_path / "no.tokenizer", "-m", mode
-    refused(2, *missing, "--kv", "q9", "-i", "a", naming=["--kv", "f32", "f16", "'q9'"])
-    refused(2, *missing, "--kv", "", "-i", "a", naming=["--kv"])
-    refused(2, *missing, "-i", "a", "-f", tmp_path / "no.text", naming=["--prompt", "--file"])
-    refused(1, *missing, "-i", "a", naming=["no."])
+@pytest.mark.parametrize("mode", MODES)
+def test_good_usage_of_a_file_that_is_missing(tmp_path, mode):
+    refused(1, tmp_path / "no.model", "-m", mode, "-i", "a", "-z", tmp_path / "no.tokenizer", naming=["no."])
+    refused(2, naming=["checkpoint"])
 
 
 def test_stats(small):
@@ -1605,9 +2373,33 @@ def test_stats(small):
 # ---- bench ----
 
 
-def bench(model, *flags, **options):
-    assert not list(options["cwd"].iterdir())  # no tokenizer.bin
-    return json.loads(output(model, "-m", "bench", "--json", *flags, **options))
+def near(a, b):
+    """Of figures with 4 digits each is wrong by up to 1/2000; a quotient or a product of two by twice that."""
+    return a == pytest.approx(b, rel=1e-3)
+
+
+def needs_right_limits(figures, far):
+    """Every limit and share, computed from what was measured in the same round."""
+    ops, weights, cache = (figures[f"{name}_per_token"] for name in ("operations", "bytes", "cache_bytes"))
+    for name, figure in figures.items():
+        if not isinstance(figure, dict):
+            continue
+        kind, n, seen = name.split("_")[0], int(re.search(r"\d*$", name)[0] or 0), far if "_at_" in name else 0
+        # What a figure was measured beside, where it says that itself.
+        peaks, reads = ([1e9 * x for x in figure.get(name, figures[name]["rounds"])] for name in ("peak", "read"))
+        rounds, unit = figure["rounds"], dict(peak="GOP/s", read="GB/s").get(name, "tokens_per_second")
+        assert len(rounds) == len(peaks) == len(reads) and all(0 < x < 1e12 for x in rounds)
+        assert min(rounds) <= figure[unit] <= max(rounds)
+        assert figure["spread"] == pytest.approx((max(rounds) - min(rounds)) / np.median(rounds), rel=1e-3, abs=2e-3)
+        limits = {
+            "prefill": [peak / ops for peak in peaks],
+            "decode": [1 / max((weights + seen * cache) / read, ops / peak) for peak, read in zip(peaks, reads)],
+            "batch": [n / max(weights / read, n * ops / peak) for peak, read in zip(peaks, reads)],
+        }.get(kind)
+        assert ("limits" in figure) == ("share_of_limit" in figure) == (limits is not None)
+        if limits:
+            assert all(map(near, figure["limits"], limits)) and len(figure["limits"]) == len(limits), name
+            assert near(figure["share_of_limit"], np.median([a / b for a, b in zip(rounds, figure["limits"])])), name
 
 
 @pytest.mark.parametrize(
@@ -1622,24 +2414,48 @@ def bench(model, *flags, **options):
     ids=str,
 )
 def test_bench(small, tmp_path, seq_len, flags, prompts, far):
-    figures = bench(small.random(seq_len=seq_len), *flags, cwd=tmp_path)
+    """In a folder without tokenizer.bin. No speed is asked for, but every share must be right."""
+    figures = json.loads(output(small.random(seq_len=seq_len), "-m", "bench", "--json", *flags, cwd=tmp_path))
     names = {"peak", "read", "decode", f"decode_at_{far}", "batch_1", "batch_4", "batch_8", "batch_16"}
     names |= {f"prefill_{n}" for n in prompts}
-    assert figures.keys() == names | {"load_seconds", "memory_mib", "threads"}
+    sizes = {"bytes_per_token", "operations_per_token", "cache_bytes_per_token"}
+    assert figures.keys() == names | sizes | {"load_seconds", "memory_mib", "threads"}
     assert figures["load_seconds"] > 0 and figures["memory_mib"] > 0
     assert figures["threads"] == (2 if "-j" in flags else 1)  # the model is tiny
-    for name in names:
-        unit = dict(peak="GOP/s", read="GB/s").get(name, "tokens_per_second")
-        numbers = {k: v for k, v in figures[name].items() if k != "type"}
-        assert unit in figures[name] and all(0 < x < 1e12 for x in numbers.values()), (name, figures[name])
-        assert ("share_of_limit" in figures[name]) == (name not in ("peak", "read"))
-        assert ("first_token_seconds" in figures[name]) == name.startswith("prefill")
+    layers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
+    assert figures["bytes_per_token"] == 4 * (layers + V * 32)  # the embedding is looked up, not read
+    assert figures["operations_per_token"] == 2 * layers  # without the classifier: a prompt needs it once
+    assert figures["cache_bytes_per_token"] == 2 * 2 * (8 + 16) * (2 if "f16" in flags else 4)  # values of 8 take 16
+    assert all(("first_token_seconds" in figures[name]) == name.startswith("prefill") for name in names)
+    needs_right_limits(figures, far)
+
+
+def test_bench_of_integers(tmp_path):
+    """The matrices are the file's, scales among them; the embedding is the classifier, too."""
+    figures = json.loads(output(STORIES, "-m", "bench", "--json", cwd=tmp_path))
+    matrices = [t for t in gguf.GGUFReader(STORIES).tensors if t.tensor_type == gguf.GGMLQuantizationType.I8]
+    assert figures["bytes_per_token"] == sum(t.n_bytes for t in matrices)
+    needs_right_limits(figures, 500)
+
+
+def test_bench_sees_a_wrong_share():
+    """A share of the median instead of the median of shares, of the limit of another round, or of the wrong kind."""
+    figures = dict(operations_per_token=2e6, bytes_per_token=1e6, cache_bytes_per_token=1e3)
+    figures["peak"] = {"GOP/s": 20, "rounds": [10, 20, 40], "spread": 1.5}
+    figures["read"] = {"GB/s": 2, "rounds": [1, 2, 8], "spread": 3.5}
+    decode = {"tokens_per_second": 900, "rounds": [900, 1000, 800], "limits": [1000, 2000, 8000], "spread": 0.2222}
+    needs_right_limits(figures | dict(decode=decode | dict(share_of_limit=0.5)), 9)
+    for wrong in (dict(share_of_limit=0.45), dict(share_of_limit=0.502), dict(limits=[2000] * 3), dict(spread=0.3),
+                  dict(limits=[5000, 10000, 20000], share_of_limit=0.1), dict(limits=[1000, 2000])):  # fmt: skip
+        with pytest.raises(AssertionError):
+            needs_right_limits(figures | dict(decode=decode | dict(share_of_limit=0.5) | wrong), 9)
 
 
 def test_bench_in_words(small, tmp_path):
     said = output(small.random(), "-m", "bench", cwd=tmp_path).decode()
-    for name in ["load", "peak memory", "peak", "read", "prefill_16", "decode", "decode_at_52", "batch_16"]:
-        assert re.search(rf"^{name} +\d+\.?\d* ", said, re.M), (name, said)
+    for name in ["peak", "read", "prefill_16", "decode", "decode_at_52", "batch_16"]:
+        assert re.search(rf"^{name} +\d+\.?\d* .*± \d+%", said, re.M), (name, said)
+    assert re.search(r"^load +\d", said, re.M) and re.search(r"^peak memory +\d", said, re.M)
     refused(2, small.random(seq_len=35), "-m", "bench", naming=["at least 36", "got 35"])
 
 
@@ -1670,6 +2486,7 @@ def test_files_that_are_none(small, tmp_path):
 @pytest.mark.parametrize(
     "name, data, words",
     [
+        ("version 3", struct.pack("<IIQ", 0x616B3432, 3, 316) + bytes(300), "version 3.*export.py"),
         ("gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(100), "GGUF"),
         ("zip", b"PK\x03\x04" + bytes(300), "zip"),
         ("version", struct.pack("<Ii", 0x616B3432, 99) + bytes(300), "99"),
@@ -1694,19 +2511,19 @@ def test_exact_size(small, tmp_path, version):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_full_disk(small, tmp_path):
-    (tmp_path / "text").write_text("the cat " * 9)
-    for arguments in [
-        small.arguments(small.alphabet, "-n", 20),
-        small.arguments(small.alphabet, "-m", "info"),
-        small.arguments(small.alphabet, "-m", "perplexity", "-f", tmp_path / "text"),
-        ("-m", "tokenize", "-z", small.tokenizer, "-i", "the cat"),
-        ("--help",),
-    ]:
-        with open("/dev/full", "wb") as full:
-            result = run(*arguments, stdout=full)
-        assert result.returncode == 1, arguments
-        assert result.stderr.startswith(b"run: ") and result.stderr.count(b"\n") == 1
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("-n 20", None), ("-m info", None), ("-m perplexity -i 'the cat'", None), ("--help", None), ("--json", None),
+        ("-m tokenize -i 'the cat'", None), ("-m batch", b"a\nb\n"), ("-m batch -o /dev/full", b"a\nb\n"),
+        ("-m batch --unordered", b"a\nb\n"), ("-m chat --template plain", b"the cat\n"),
+        ("-m chat --template plain --json", b"the cat\n"),
+    ],
+)  # fmt: skip
+def test_full_disk(small, flags, text):
+    with open("/dev/full", "wb") as full:
+        result = run(*small.arguments(small.alphabet, *shlex.split(flags)), text=text, stdout=full)
+    assert result.returncode == 1 and re.fullmatch(rb"run: .*cannot write.*\n", result.stderr), result.stderr
 
 
 def test_interrupt(small):
@@ -1718,7 +2535,7 @@ def test_interrupt(small):
         begun = process.stdout.read(10)  # unbuffered, so that communicate() gets all the rest
         process.send_signal(signal.SIGINT)
         try:
-            rest, message = process.communicate(timeout=20)
+            rest, message = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert process.returncode == 130
@@ -1757,36 +2574,21 @@ def perplexity(line):
 
 
 @pytest.mark.parametrize("window, stride", [(64, 63), (64, 20), (16, 15), (16, 1), (2, 1), (64, 64 - 8)])
-@pytest.mark.parametrize("version", [1, 2])
-def test_perplexity(small, tmp_path, window, stride, version):
+@pytest.mark.parametrize("version, bos", [(1, True), (2, True), (1, False)])
+def test_perplexity(engine, small, tmp_path, window, stride, version, bos):
+    """Without BOS the first token is not scored. What is printed has 4 digits, the deviation 2."""
     (tmp_path / "text").write_bytes(TEXT)
     model, ids = small.random(version, tied=False), SMALL.encode(TEXT, bos=False)
-    nll = scored(Engine(ROOT / "build" / "run.so"), model, ids, window, stride)
-    assert len(nll) == len(ids) > 64
+    nll = scored(engine(), model, ids, window, stride, bos)
+    assert len(nll) == len(ids) - (not bos) > 64
     flags = "-m", "perplexity", "-f", tmp_path / "text", "--window", window, "--stride", stride, "--kv", "f32"
-    value, deviation, figures = perplexity(small(model, *flags).decode())
+    value, deviation, figures = perplexity(small(model, *flags, *([] if bos else ["--no-bos"])).decode())
     wanted = math.exp(nll.mean())
     assert value == pytest.approx(wanted, rel=2e-4)
     assert deviation == pytest.approx(wanted * nll.std() / math.sqrt(len(nll)), rel=0.01)
-    assert pytest.approx(nll.sum() / math.log(2) / len(TEXT), rel=1e-3) in figures
-    assert len(ids) in figures
-
-
-@pytest.mark.parametrize("window, stride", [(64, 63), (64, 20), (16, 15), (16, 1), (2, 1)])
-def test_perplexity_without_bos(small, tmp_path, window, stride):
-    (tmp_path / "text").write_bytes(TEXT)
-    model, ids = small.random(tied=False), SMALL.encode(TEXT, bos=False)
-    nll = scored(Engine(ROOT / "build" / "run.so"), model, ids, window, stride, bos=False)
-    assert len(nll) == len(ids) - 1
-    flags = "-m", "perplexity", "-f", tmp_path / "text", "--window", window, "--stride", stride, "--kv", "f32"
-    value, _, figures = perplexity(small(model, *flags, "--no-bos").decode())
-    assert value == pytest.approx(math.exp(nll.mean()), rel=2e-4)
-    assert len(nll) in figures
-    n_bytes = len(TEXT) + 1 - len(PIECES[ids[0]])  # a space stands in front, and the first token is not scored
+    n_bytes = len(TEXT) + (0 if bos else 1 - len(PIECES[ids[0]]))  # a space stands in front
     assert pytest.approx(nll.sum() / math.log(2) / n_bytes, rel=1e-3) in figures
-    with_bos, _, _ = perplexity(small(model, *flags).decode())
-    assert abs(value / with_bos - 1) > 0.005
-    refused(1, *small.arguments(model, "-m", "perplexity", "--no-bos", "-i", ""), naming=["at least 2 tokens"])
+    assert len(nll) in figures
 
 
 def test_perplexity_of_knowing_nothing(small, tmp_path):
@@ -1796,15 +2598,12 @@ def test_perplexity_of_knowing_nothing(small, tmp_path):
     assert (value, deviation) == (V, 0)
 
 
-def test_perplexity_needs_a_text_and_a_stride_without_gaps(small, tmp_path):
-    (tmp_path / "text").write_bytes(TEXT)
-    measure = small.arguments(small.alphabet, "-m", "perplexity")
-    refused(2, *measure)
-    refused(2, *measure, "-f", tmp_path / "text", "--window", 16, "--stride", 16, naming=["stride"])
-    refused(2, *measure, "-f", tmp_path / "text", "--stride", 0, naming=["stride"])
-    refused(2, *measure, "-f", tmp_path / "text", "--window", 1, naming=["window"])
+def test_perplexity_needs_a_text(small, tmp_path):
     (tmp_path / "text").write_bytes(b"")
+    measure = small.arguments(small.alphabet, "-m", "perplexity")
     refused(1, *measure, "-f", tmp_path / "text", naming=["text"])
+    refused(1, *measure, "--no-bos", "-i", "", naming=["at least 2 tokens"])
+    refused(2, *measure, "-i", "a", "--window", 16, "--stride", 16, naming=["stride"])
 
 
 # ---- info ----
@@ -1812,1187 +2611,105 @@ def test_perplexity_needs_a_text_and_a_stride_without_gaps(small, tmp_path):
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_info(small, version):
-    c = Config(48, 80, 3, 3, 1, V, 8192, False)
+    c = Config(48, 80, 3, 6, 2, V, 8192, False)
     path = small.folder / f"info-{version}.model"
     write_checkpoint(path, version, c, random_tensors(c))
     shown = output(path, "-m", "info", "-c", 8192).decode()  # it needs no tokenizer
     for name, figure in zip(Config._fields, c):
         if name not in ("seq_len", "tied"):
             assert re.search(rf"{name}\s+{figure}\b", shown), name
-    assert re.search(r"head_dim\s+16\b", shown) and "8192" in shown
-    per_token = 2 * 3 * 1 * 16 * (2 if version == 2 else 4)  # k and v, layers, kv heads, head_dim, bytes of an element
+    assert re.search(r"head_dim\s+8\b", shown) and re.search(r"trained context\s+8192\n", shown)
+    per_token = 3 * 2 * (8 + 16) * (2 if version == 2 else 4)  # layers, kv heads, a key and a padded value, bytes of each
     assert f"{per_token} bytes per token" in shown
     assert f"{per_token * 8192 / 2**20:.1f} MiB" in shown
 
 
+# ---- flat checkpoints: a writer, which follows doc/formats.md and shares no code with export.py ----
+
+FLAT = 24  # I8: the format of matrices
+FLAT_TYPES = ["F32", "F16", "BF16", "int8", "int4"]
+
+
+def flat_matrix(name, blocks, cols):
+    """([type, rows, cols, group, type of the scales, zero, has minima], bytes) of rows of blocks of that format."""
+    rows, data = len(blocks), b""
+
+    def lay(w, columns):  # [rows, n], a few columns a step, becomes [panel][step][row]
+        nonlocal data
+        w = np.pad(w, ((0, -rows % 16), (0, 0)))
+        data += bytes(-len(data) % 64) + w.reshape(-1, 16, w.shape[1] // columns, columns).swapaxes(1, 2).tobytes()
+
+    if name == "F16" and cols % 2:  # does not fill its steps
+        name, blocks = "F32", dequantise(name, blocks).view(u8)
+    if name in FLAT_TYPES:
+        lay(blocks, 4)
+        return [FLAT_TYPES.index(name), rows, cols, 0, 0, 0, 0], data
+    q, scale, minimum = integers(name, blocks)
+    int4, zero, half = name[:2] == "Q4", 8 if name == "Q4_0" else 0, "_K" not in name
+    if int4:
+        pairs = (q + zero).reshape(rows, -1, 2, 4)
+        q = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(rows, -1)
+    lay(q.astype(np.int8), 4)
+    for lanes in (scale, minimum):
+        if lanes is not None:
+            lay(lanes.astype("<f2" if half else "<f4"), 1)
+    return [3 + int4, rows, cols, cols // scale.shape[1], int(half), zero, int(minimum is not None)], data
+
+
+def neighbours(w, head_dim):
+    """Rows (i, i + head_dim / 2) of each head become rows (2i, 2i + 1)."""
+    return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+def flat_of(file, head_dim):
+    """The flat file that says the same as a Gguf."""
+    tensors, matrices, arch = [], [], file.keys[0][2]
+    for name, dims, format, content in file.tensors:
+        format = next(f for f in FORMATS if FORMATS[f] == format)
+        rows = np.frombuffer(content, u8).reshape(dims[1] if len(dims) == 2 else 1, -1)
+        w = rows if len(dims) == 2 else dequantise(format, rows).reshape(-1)
+        if arch != "llama" and re.search(r"attn_[qk][._]", name):
+            w = neighbours(w, head_dim)
+        if len(dims) == 2:
+            record, w = flat_matrix(format, w, dims[0])
+            matrices += record
+            tensors.append((name, (len(w),), FLAT, w))
+        else:
+            tensors.append((name, dims, FORMATS["F32"], w.tobytes()))
+    keys = [("general.alignment", "u32", 64), ("run.flat.version", "u32", 1), ("run.flat.matrices", "[i32]", matrices)]
+    return Gguf(file.keys + keys, tensors, alignment=64)
+
+
+@pytest.mark.parametrize("name", NETS | QUANTISED_NETS)
+def test_flat_equals_gguf(engine, case, alone, tmp_path, name):
+    path, net, _, tokens = case(name)
+    flat_of(random_net(net)[0], net.head_dim).write(tmp_path / "m.flat.gguf")
+    assert same(engine().logits(tmp_path / "m.flat.gguf", tokens), alone((name,), KV_F32))
+
+
 # ---- hostile files, on the sanitizer build ----
 
-SANITIZERS = dict(
-    ASAN_OPTIONS="exitcode=99:allocator_may_return_null=1",
-    UBSAN_OPTIONS="exitcode=99:halt_on_error=1",
-)
-EXTREMES = [0, -1, 1, 2**31 - 1, -(2**31)]
 
+class Base(NamedTuple):
+    """A small file that is sound."""
 
-def survives(small, tmp_path, cases, arguments):
-    """cases: [(what was done, bytes, the exit codes allowed)]; arguments(path): the command line.
-    Whatever the bytes, the program ends by itself, with a message if it fails."""
+    data: bytes
+    header: int  # where weights or pieces begin
+    fields: list  # [(what, offset, struct code)] of lengths, counts, types, sizes and offsets
+    command: object  # command(path): the arguments that read it
+    whole: set = set()  # lengths at which it may be cut
 
-    def attempt(case):
-        number, (what, data, codes) = case
-        path = tmp_path / f"{number}"
-        path.write_bytes(data)
-        result = run(*arguments(path), program="build/debug", env=SANITIZERS, timeout=30)
-        path.unlink()
-        message = result.stderr.decode(errors="replace")
-        fine = result.returncode in codes and "Sanitizer" not in message and "runtime error" not in message
-        said = re.fullmatch(r"run: .+\n", message) if result.returncode else True
-        return None if fine and said else (what, result.returncode, message[-2000:])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
-    assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+def run_it(path):
+    return path, "-n", 4, "-i", "ab abc", "-s", 1, "-j", 1
 
 
-def generate(small):
-    return lambda path: small.arguments(path, "-n", 5, "-i", "the", "-s", 1, "-j", 1)
-
-
-def header_size(version):
-    return 256 if version else 28
-
-
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_truncated_checkpoint(small, tmp_path, version):
-    data, header = small.random(version, tied=False).read_bytes(), header_size(version)
-    body = random.Random(version).sample(range(header, len(data)), 40)
-    cuts = [*range(header + 1), *body, len(data) - 1]
-    survives(small, tmp_path, [(f"cut at {cut}", data[:cut], {1}) for cut in cuts], generate(small))
-
-
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_extreme_checkpoint_fields(small, tmp_path, version):
-    cases = []
-    for tied in [True, False]:
-        data = small.random(version, tied).read_bytes()
-        assert run(*generate(small)(small.random(version, tied)), program="build/debug").returncode == 0
-        fields = range(0, 28, 4) if version == 0 else [*range(0, 40, 4), 37]  # 36 is the byte `tied`, 37 the group size
-        for at in fields:
-            (value,) = struct.unpack_from("<i", data, at)
-            for new in EXTREMES + [value + 1, value - 1, 2 * value, -value, 65536, 2**30]:
-                new = (new + 2**31) % 2**32 - 2**31
-                changed = data[:at] + struct.pack("<i", new) + data[at + 4 :]
-                cases.append((f"int {at} = {new}, tied {tied}", changed, {0, 1}))
-    survives(small, tmp_path, cases, generate(small))
-
-
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_random_checkpoint_bytes(small, tmp_path, version):
-    """A few bytes of the header, or a run of the body, replaced."""
-    rng, cases = random.Random(version), []
-    data, header = small.random(version, tied=False).read_bytes(), header_size(version)
-    for i in range(100):
-        changed = bytearray(data)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(8 if version and i % 4 else 0, min(header, 45))  # mostly past the magic
-            changed[at] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
-        if i % 5 == 0:
-            at = rng.randrange(header, len(data) - 64)
-            changed = bytearray(data)
-            changed[at : at + 64] = rng.randbytes(64)
-        cases.append((f"random {i}: {bytes(changed[:45]).hex()}", bytes(changed), {0, 1}))
-    survives(small, tmp_path, cases, generate(small))
-
-
-def test_hostile_tokenizer(small, tmp_path):
-    data, rng, cases = small.tokenizer.read_bytes(), random.Random(0), []
-    cuts = [*range(64), *rng.sample(range(64, len(data)), 60), len(data) - 1]
-    cases += [(f"cut at {cut}", data[:cut], {1}) for cut in cuts]
-    entry = [4]  # offset of every piece
-    for piece in PIECES[:-1]:
-        entry.append(entry[-1] + 8 + len(piece))
-    for at in [0] + [entry[i] + offset for i in [0, 1, 3, 150, 270, V - 1] for offset in (0, 4)]:
-        for new in EXTREMES + [2, 100, 65536, 0x7FC00000]:  # the last is a NaN
-            cases.append((f"int {at} = {new}", data[:at] + struct.pack("<i", new) + data[at + 4 :], {0, 1}))
-    for i in range(60):
-        changed = bytearray(data)
-        for _ in range(rng.randint(1, 5)):
-            changed[rng.randrange(len(data))] = rng.randrange(256)
-        cases.append((f"random {i}", bytes(changed), {0, 1}))
-    cases.append(("one byte more", data + b"x", {1}))
-    model = small.random(1)
-    survives(small, tmp_path, cases, lambda path: (model, "-z", path, "-n", 9, "-i", "the cat 日 q", "-j", 1))
-    whole_pieces = {*entry, len(data)}
-    tokenize = [(what, d, {0, 1} if len(d) in whole_pieces else codes) for what, d, codes in cases]
-    survives(small, tmp_path, tokenize, lambda path: ("-m", "tokenize", "-z", path, "-i", "the cat 日 q"))
-
-
-@pytest.mark.parametrize("version", [0, 1, 2])
-def test_sanitizers_find_nothing_in_ordinary_use(small, tmp_path, version):
-    """Leaks included."""
-    (tmp_path / "text").write_bytes(TEXT)
-    env = dict(UBSAN_OPTIONS="halt_on_error=1")
-    for tied in [True, False]:
-        model = small.random(version, tied)
-        for flags in [
-            ["-n", 40, "-i", "the cat", "--stop", "zz", "--stats"],
-            ["-n", 64, "-k", 5, "--min-p", "0.01", "--repeat-penalty", "1.1", "--chunk", 7, "-f", tmp_path / "empty"],
-            ["-m", "info"],
-            ["-m", "perplexity", "-f", tmp_path / "text", "--window", 32, "--stride", 8],
-            ["-m", "tokenize", "-f", tmp_path / "text"],
-        ]:
-            (tmp_path / "empty").write_bytes(b"")
-            result = run(*small.arguments(model, *flags), program="build/debug", env=env)
-            assert result.returncode == 0 and b"Sanitizer" not in result.stderr, result.stderr
-
-
-# ---- number formats: what a file's blocks say ----
-
-FORMATS = dict(
-    F32=0, F16=1, BF16=30, Q8_0=8, Q4_0=2, Q4_1=3, Q5_0=6, Q5_1=7, Q4_K=12, Q5_K=13, Q6_K=14
-)  # fmt: skip
-QUANTISED = [name for name in FORMATS if name[0] == "Q"]
-ROUNDING = dict(BF16=rounded_bf16) | {name: rounded for name in QUANTISED}  # what activations go through
-every_format = pytest.mark.parametrize("name", FORMATS)
-
-
-def block_size(name):
-    """(columns, bytes) of a block."""
-    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-
-
-def dequantise(name, blocks):
-    """uint8 [..., bytes] -> float32 [..., columns]"""
-    with np.errstate(all="ignore"):
-        return gguf.quants.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[name])
-
-
-# Where a block keeps its scale, minimum, small scales and quants; and the bytes that make every q - zero 1.
-FIELDS = dict(
-    Q8_0=(dict(d=[0, 2], q=[2, 34]), b"\1" * 32),
-    Q4_0=(dict(d=[0, 2], q=[2, 18]), b"\x99" * 16),
-    Q4_1=(dict(d=[0, 2], m=[2, 4], q=[4, 20]), b"\x11" * 16),
-    Q5_0=(dict(d=[0, 2], q=[2, 22]), b"\xff" * 4 + b"\x11" * 16),
-    Q5_1=(dict(d=[0, 2], m=[2, 4], q=[4, 24]), bytes(4) + b"\x11" * 16),
-    Q4_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 144]), b"\x11" * 128),
-    Q5_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 176]), bytes(32) + b"\x11" * 128),
-    Q6_K=(dict(d=[208, 210], s=[192, 208], q=[0, 192]), b"\x11" * 128 + b"\xaa" * 64),
-)
-UNIT_SCALES = dict(Q4_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q5_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q6_K=b"\1" * 16)
-ONE = np.float16(1).tobytes()
-SMALLEST_GROUP = dict(Q6_K=16)
-
-
-def with_fields(name, blocks, **new):
-    """blocks with some fields overwritten, each with the same bytes in all blocks, or with float16 [...]. A field that
-    the format lacks is left out."""
-    blocks, columns = blocks.copy(), block_size(name)
-    parts = blocks.reshape(*blocks.shape[:-1], -1, columns[1])
-    for field, value in new.items():
-        if field in FIELDS[name][0]:
-            begin, end = FIELDS[name][0][field]
-            value = np.frombuffer(value, u8) if isinstance(value, bytes) else value[..., None].copy().view(u8)
-            parts[..., begin:end] = value
-    return blocks
-
-
-def integers(name, blocks):
-    """What dequantise multiplies: (q - zero) int [rows, cols], scales and minima float32 [rows, cols / group]. Found by
-    asking it for blocks whose scales are 1, whose quants are 1, and whose scales are 0."""
-    group = SMALLEST_GROUP.get(name, 32)
-    q = dequantise(name, with_fields(name, blocks, d=ONE, m=bytes(2), s=UNIT_SCALES.get(name)))
-    scale = dequantise(name, with_fields(name, blocks, q=FIELDS[name][1], m=bytes(2)))
-    minimum = dequantise(name, with_fields(name, blocks, d=bytes(2)))
-    return q.astype(int), scale[:, ::group], minimum[:, ::group] if "m" in FIELDS[name][0] else None
-
-
-def random_weights(rng, name, rows, cols, size):
-    """uint8 [rows, bytes]: weights of mean 0 and about this rms. Every bit of every field is random, but for d and m,
-    which are chosen to make it so."""
-    if name in ("F32", "F16", "BF16"):
-        w = rng.standard_normal((rows, cols)).astype(f32) * f32(size)
-        return gguf.quants.quantize(w, gguf.GGMLQuantizationType[name]).view(u8).reshape(rows, -1)
-    columns, width = block_size(name)
-    blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
-    centre = dict(Q4_1=-7.5, Q5_1=-15.5, Q4_K=7.5, Q5_K=15.5).get(name, 0)
-    unit = dequantise(name, with_fields(name, blocks, d=ONE, m=np.float16(centre).tobytes()))
-    d = np.exp(0.3 * rng.standard_normal((rows, cols // columns))) * size / np.sqrt(np.mean(unit * unit))
-    return with_fields(name, blocks, d=d.astype(np.float16), m=(d * centre).astype(np.float16))
-
-
-def unpack(engine, name, blocks, cols):
-    out = np.full((len(blocks), cols), 123, f32)
-    at, row_at = engine.lib.lib_unpack, (blocks.ctypes.data + i * blocks.shape[1] for i in range(len(blocks)))
-    at.restype, at.argtypes = None, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
-    for row, where in zip(out, row_at):
-        at(FORMATS[name], where, cols, row.ctypes.data)
-    return out
-
-
-def multiply(engine, name, blocks, x, threads=1, back=None):
-    """y [n, rows]; back, float32 [rows, cols], gets the matrix as it lies in its panels."""
-    y = np.full((len(x), len(blocks)), np.nan, f32)
-    lib, rows, cols = engine.lib, len(blocks), x.shape[1]
-    back_at = None if back is None else back.ctypes.data
-    lib.lib_matmul(FORMATS[name], rows, cols, 0, blocks.ctypes.data, None, x, len(x), y, threads, back_at)
-    return y
-
-
-@every_format
-@pytest.mark.parametrize("build", BUILDS)
-def test_unpacking_equals_gguf(engine, name, build):
-    """Random bytes: subnormal, infinite and NaN scales too."""
-    columns, width = block_size(name)
-    rng, this = np.random.default_rng(1), engine(build)
-    for rows, n in [(1, 1), (17, 3), (50, 4), (100, 8)]:
-        cols = n * max(columns, 2)  # an odd row of halves is not laid out in panels
-        blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
-        want = dequantise(name, blocks)
-        assert np.isnan(want).any() or rows < 50 or width < 4
-        assert np.array_equal(unpack(this, name, blocks, cols), want, equal_nan=True)
-        back = np.empty((rows, cols), f32)
-        multiply(this, name, blocks, np.zeros((1, cols), f32), threads=3, back=back)
-        assert np.array_equal(back, want, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_1", "Q6_K"])
-def test_unpacking_of_every_half(engine, name):
-    """All 65536 as a weight, or as a scale."""
-    halves = np.arange(65536, dtype=np.uint16)
-    if name in ("F16", "BF16"):
-        blocks = halves.view(u8).reshape(256, -1)
-    else:
-        blocks = np.random.default_rng(2).integers(0, 256, (65536, block_size(name)[1])).astype(u8)
-        blocks = with_fields(name, blocks, d=halves[:, None], m=halves[::-1, None])
-    back = np.empty((len(blocks), 256 if block_size(name)[0] in (1, 256) else 32), f32)
-    want = dequantise(name, blocks)
-    assert np.array_equal(unpack(engine(), name, blocks, back.shape[1]), want, equal_nan=True)
-    multiply(engine(), name, blocks, np.zeros((1, back.shape[1]), f32), back=back)
-    assert np.array_equal(back, want, equal_nan=True)
-
-
-# ---- kernels of every format ----
-
-
-def matmul_blocks(name, blocks, x):
-    """What every build must give: 32 columns (Q6_K: 16) are summed in integers; one fused multiply-add for the sum, one
-    for the minimum; blocks ascend."""
-    q, scale, minimum = integers(name, blocks)
-    y, step = np.zeros((len(x), len(blocks)), f32), SMALLEST_GROUP.get(name, 32)
-    for k in range(0, x.shape[1], step):
-        x_q, x_scale = quantise_activations(x[:, k // 32 * 32 : k // 32 * 32 + 32])
-        x_q = x_q[:, k % 32 : k % 32 + step]
-        y = fma((x_q @ q[:, k : k + step].T).astype(f32), x_scale * scale[None, :, k // step], y)
-        if minimum is not None:
-            y = fma(minimum[None, :, k // step], x_scale * x_q.sum(1, keepdims=True).astype(f32), y)
-    return y
-
-
-def matmul_bf16(w, x, flush=False):
-    """What every build must give: x is rounded, pairs of columns ascend, and of a pair the second column comes first;
-    one fused multiply-add each. flush: subnormal numbers count as zero, as operands and as results."""
-
-    def flushed(a):
-        return np.where(np.abs(a) < 2.0**-126, np.copysign(f32(0), a), a) if flush else a
-
-    with np.errstate(all="ignore"):
-        w, x, y = flushed(w), flushed(rounded_bf16(x).astype(f32)), np.zeros((len(x), len(w)), f32)
-        for k in range(0, w.shape[1], 2):
-            for i in (k + 1, k):
-                y = flushed(fma(x[:, i, None], w[None, :, i], y))
-    return y
-
-
-MATMULS = dict(F32=matmul_f32, F16=matmul_f32, BF16=matmul_bf16)
-
-
-@pytest.fixture(scope="session")
-def products():
-    """products(name): [(shape, blocks, x, y)]; y checked against float64."""
-
-    @functools.cache
-    def make(name):
-        rng, columns, made = np.random.default_rng(3), block_size(name)[0], []
-        unit = 2 if columns == 1 else columns
-        shapes = [(rows, n * unit) for rows in (1, 15, 16, 17, 32, 33, 50) for n in (1, 3)]
-        for rows, cols in shapes + [(47, 512), (5, 1024)]:
-            blocks = random_weights(rng, name, rows, cols, 1)
-            x = (rng.standard_normal((20, cols)) * np.exp(rng.standard_normal((20, 1)))).astype(f32)
-            x[3], x[4:6, :32] = 0, 0
-            w = dequantise(name, blocks)
-            y = MATMULS[name](w, x) if name in MATMULS else matmul_blocks(name, blocks, x)
-            seen = ROUNDING[name](x) if name in ROUNDING else x.astype(f64)
-            # Float weights: a rounding a column. Quantised: a few a group, among them those of dequantised w, of size
-            # |scale·q| + |min|, which random blocks keep within a few times the rms.
-            bound = cols * 2.0**-23 * (np.abs(seen) @ (np.abs(w) + np.abs(w).max(1, keepdims=True)).T.astype(f64))
-            assert (np.abs(y - seen @ w.T.astype(f64)) <= bound).all()
-            made.append(((rows, cols), blocks, x, y))
-        return made
-
-    return make
-
-
-@every_format
-@pytest.mark.parametrize("build", BUILDS)
-def test_matmul_of_every_format(engine, products, name, build):
-    for shape, blocks, x, want in products(name):
-        for n in range(1, 21):
-            got = multiply(engine(build), name, blocks, x[:n].copy(), threads=1 + n % 3)
-            assert same(got, want[:n]), (shape, n)
-
-
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("name", QUANTISED)
-def test_extreme_quants(engine, name, build):
-    """Every product at its largest: sums in 16 bits would overflow here if anywhere."""
-    columns, width = block_size(name)
-    for byte in (b"\0", b"\xff", b"\x80", b"\x7f"):
-        begin, end = FIELDS[name][0]["q"]
-        blocks = np.zeros((33, 2 * width), u8)
-        blocks = with_fields(name, blocks, d=ONE, m=ONE, s=b"\xff" * 16 if name == "Q6_K" else b"\xff" * 12)
-        blocks = with_fields(name, blocks, q=byte * (end - begin))
-        x = np.full((9, 2 * columns), 127, f32)
-        x[1::3] *= -1
-        x[2::3, ::2] *= -1
-        assert same(multiply(engine(build), name, blocks, x), matmul_blocks(name, blocks, x))
-
-
-@pytest.mark.parametrize("build", BUILDS)
-@every_format
-def test_matmul_of_every_format_hides_no_nan(engine, name, build):
-    cols = 2 * block_size(name)[0] if name in QUANTISED else 64
-    blocks = random_weights(np.random.default_rng(4), name, 17, cols, 1)
-    x = np.ones((3, cols), f32)
-    x[0, 40], x[1, 40] = np.nan, np.inf
-    got = multiply(engine(build), name, blocks, x)
-    assert not np.isfinite(got[:2]).any() and np.isfinite(got[2]).all()
-
-
-def needs_bf16_product(this, build, w, x):
-    """Equal to the bit, but for NaN, which has many. Only ./run may have an instruction that flushes subnormal numbers:
-    then it does so everywhere."""
-    got = multiply(this, "BF16", (w.view(np.uint32) >> 16).astype("<u2").view(u8).reshape(len(w), -1), x)
-    ways = [matmul_bf16(w, x, flush) for flush in ([False, True] if build == "run" else [False])]
-    got, *ways = (np.where(np.isnan(y), f32(np.nan), y) for y in (got, *ways))
-    assert any(same(got, want) for want in ways), (got, ways)
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_bf16_activations_round_to_even(engine, build):
-    """Every upper half of a float, with lower halves on, beside and far from the tie: times 1 it is what it is rounded
-    to. NaN stays NaN, also where only its lower half says so; beyond the largest bfloat16 is infinity."""
-    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    bits = (np.arange(65536, dtype=np.uint32)[:, None] << 16 | lower).reshape(-1)
-    one, x = np.array([[1, 0]], f32), np.zeros((len(bits), 2), f32)
-    x[:, 0] = bits.view(f32)
-    needs_bf16_product(engine(build), build, one, x)
-    ulp, largest = 2.0**-7, 255 * 2.0**120
-    pairs = [(1 + ulp / 2, 1), (1 + ulp / 2 + 2.0**-23, 1 + ulp), (1 + 1.5 * ulp, 1 + 2 * ulp), (2 - ulp / 2, 2),
-             (largest + 2.0**119 - 2.0**104, largest), (largest + 2.0**119, math.inf)]  # fmt: skip
-    for value, want in pairs + [(-value, -want) for value, want in pairs]:
-        got = multiply(engine(build), "BF16", np.array([[0x3F80, 0]], "<u2").view(u8), np.array([[value, 0]], f32))
-        assert got[0, 0] == want, value
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_bf16_of_any_size(engine, build):
-    """Every exponent, infinity and NaN among them; then exponents whose products lie around the largest float and
-    around the smallest that is normal."""
-    rng = np.random.default_rng(12)
-
-    def floats(shape, exponents):
-        bits = rng.integers(*exponents, shape) << 23 | rng.integers(0, 2**23, shape) | rng.integers(0, 2, shape) << 31
-        return bits.astype(np.uint32).view(f32)
-
-    def halves(shape, exponents):
-        return (floats(shape, exponents).view(np.uint32) & 0xFFFF0000).view(f32)
-
-    for cols in (2, 2, 2, 4, 8, 30):
-        for w, x in [((0, 256), (0, 256)), ((1, 255), (1, 255)), ((180, 200), (177, 190)), ((60, 70), (50, 68))]:
-            needs_bf16_product(engine(build), build, halves((50, cols), w), floats((60, cols), x))
-    large, small = 2.0**64, 2.0**-60
-    for w, x in [
-        ([large, 1], [large, -(2.0**127)]),              # 2^127: only the product alone overflows
-        ([1, large], [-(2.0**127), large]),              # infinity: in the other order, 2^127
-        ([large, large], [large, -large]),               # -infinity: with a rounded product, NaN
-        ([small, 1], [small / 64, 2.0**-120]),           # 2^-120 + 2^-126
-        ([small, 1], [small / 1024, 2.0**-120]),         # 2^-120 + 2^-130: only the product alone is subnormal
-        ([small, 1], [small / 1024, -(2.0**-125)]),
-        ([small, small], [small / 1024, small / 1024]),  # 2^-129, or 0
-        ([1, math.inf], [1, 0]),                         # NaN
-        ([0, 1], [math.inf, 1]),
-        ([1, 1], [math.inf, -math.inf]),
-        ([1, math.nan], [1, 1]),
-        ([1, 1], [math.nan, 1]),
-        ([-1, 2], [math.inf, 1]),                        # infinity
-        ([1, 1], [1, -math.inf]),
-    ]:  # fmt: skip
-        needs_bf16_product(engine(build), build, np.array([w] * 17, f32), np.array([x] * 3, f32))
-
-
-# ---- GGUF files: a writer, and random models ----
-
-SCALARS = dict(u8=(0, "B"), i8=(1, "b"), u16=(2, "H"), i16=(3, "h"), u32=(4, "I"), i32=(5, "i"), f32=(6, "f"),
-               bool=(7, "?"), u64=(10, "Q"), i64=(11, "q"), f64=(12, "d"))  # fmt: skip
-
-
-class Gguf:
-    """A GGUF file in the making. keys: [(key, kind, value)], kind as in SCALARS, "str", or "[kind]" for an array;
-    tensors: [(name, dims as in the file: columns first, format, bytes)]. After data(), `fields` says where each length,
-    count, type and offset lies: [(what, offset, struct code)]."""
-
-    def __init__(self, keys=(), tensors=(), version=3, alignment=32):
-        self.keys, self.tensors, self.version, self.alignment = list(keys), list(tensors), version, alignment
-
-    def number(self, code, value, what):
-        self.fields.append((what, len(self.head), code))
-        self.head += struct.pack("<" + code, value)
-
-    def value(self, kind, value, what):
-        if kind == "str":
-            text = value if isinstance(value, bytes) else value.encode()
-            self.number("Q", len(text), f"length of {what}")
-            self.head += text
-        elif kind[0] == "[":
-            self.number("I", self.type(kind[1:-1]), f"element type of {what}")
-            self.number("Q", len(value), f"array length of {what}")
-            for i, element in enumerate(value):
-                self.value(kind[1:-1], element, f"{what}[{i}]")
-        else:
-            self.head += struct.pack("<" + SCALARS[kind][1], value)
-
-    def type(self, kind):
-        return 8 if kind == "str" else 9 if kind[0] == "[" else SCALARS[kind][0]
-
-    def data(self, offsets={}):
-        """The file. offsets: {name: offset} where a tensor's is not to be the right one."""
-        self.head, self.fields, body = b"GGUF" + struct.pack("<I", self.version), [], b""
-        self.number("Q", len(self.tensors), "number of tensors")
-        self.number("Q", len(self.keys), "number of keys")
-        for key, kind, value in self.keys:
-            self.value("str", key, f"key {key}")
-            self.number("I", self.type(kind), f"type of {key}")
-            self.value(kind, value, key)
-        for name, dims, format, content in self.tensors:
-            self.value("str", name, f"tensor {name}")
-            self.number("I", len(dims), f"dimensions of {name}")
-            for i, dim in enumerate(dims):
-                self.number("Q", dim, f"dimension {i} of {name}")
-            self.number("I", format, f"format of {name}")
-            body += bytes(-len(body) % self.alignment)
-            self.number("Q", offsets.get(name, len(body)), f"offset of {name}")
-            body += content
-        return self.head + bytes(-len(self.head) % self.alignment) + body
-
-    def without(self, *names):
-        keys = [k for k in self.keys if k[0] not in names]
-        return Gguf(keys, [t for t in self.tensors if t[0] not in names], self.version, self.alignment)
-
-    def plus(self, *entries):
-        """Keys and tensors added, in place of those of the same name."""
-        there = self.without(*(e[0] for e in entries))
-        there.keys += [e for e in entries if len(e) == 3]
-        there.tensors += [e for e in entries if len(e) == 4]
-        return there
-
-
-class Net(NamedTuple):
-    """A random model."""
-
-    arch: str
-    format: str  # of the matrices; several, with spaces between, take turns
-    dim: int
-    hidden_dim: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    tied: bool = False
-    vocab_size: int = 97
-    n_layers: int = 2
-    biases: str = ""  # of which matrices
-    qk_norm: bool = False
-    eps: float = 1e-5
-    base: float = 1e4
-    scaling: str = ""
-    factor: float = 1.0
-    n_ctx: int = 32  # before stretching
-    freqs: bool = False
-    window: int = 0
-    version: int = 3
-
-
-NETS = dict(
-    six=Net("llama", "F32", 48, 33, 8, 2, 6, tied=True),
-    linear=Net("llama", "F16", 44, 33, 2, 1, 22, scaling="linear", factor=4.0, version=2),
-    freqs=Net("llama", "BF16", 64, 100, 4, 4, 16, tied=True, freqs=True, base=5e5, eps=1e-6),
-    biases=Net("llama", "F32", 48, 80, 3, 1, 10, biases="attn_q attn_k attn_v attn_output"),
-    window=Net("llama", "F16", 48, 80, 4, 2, 12, window=7),
-    yarn=Net("llama", "F32", 64, 96, 2, 1, 32, scaling="yarn", factor=4.0),
-    qwen2=Net("qwen2", "F16", 60, 90, 5, 1, 12, tied=True, biases="attn_q attn_k attn_v", base=1e6, eps=1e-6),
-    qwen2_yarn=Net("qwen2", "BF16", 64, 96, 4, 2, 16, biases="attn_q attn_k attn_v", scaling="yarn", factor=8.0),
-    qwen3=Net("qwen3", "BF16", 40, 70, 4, 2, 24, qk_norm=True, eps=1e-6),
-    qwen3_window=Net("qwen3", "F32", 36, 50, 3, 3, 6, tied=True, qk_norm=True, window=5, scaling="linear", factor=2.0),
-)
-QUANTISED_NETS = dict(
-    q8_0=Net("qwen3", "Q8_0", 64, 96, 4, 1, 32, qk_norm=True, tied=True),
-    q4_0=Net("llama", "Q4_0", 64, 96, 4, 2, 16, biases="attn_output", window=2),  # short texts see it
-    q4_k=Net("qwen2", "Q4_K", 256, 512, 4, 2, 64, biases="attn_q attn_k attn_v", tied=True),
-    q6_k=Net("llama", "Q6_K", 256, 256, 8, 4, 64, scaling="yarn", factor=4.0),
-    blends=Net("llama", "Q4_1 F16 Q5_1 Q8_0 Q5_0 BF16 Q4_0", 96, 160, 3, 3, 32, freqs=True),
-    k_blends=Net("qwen3", "Q5_K Q6_K F32 Q4_K", 256, 256, 4, 4, 64, qk_norm=True),
-)
-BF16_NETS = [name for name, net in NETS.items() if net.format == "BF16"]
-every_net = pytest.mark.parametrize("name", NETS | QUANTISED_NETS)
-N_TOKENS = 128
-
-LETTER_PIECES = ["<unk>", "<s>", "</s>", *"▁abcdefghijklmnopqrstuvwxyz", "ab", "▁a", "bc", "abc"]
-
-
-def sentencepiece_keys(n):
-    """A vocabulary of n pieces."""
-    pieces = (LETTER_PIECES + [f"<{i}>" for i in range(n)])[:n]
-    return [
-        ("tokenizer.ggml.model", "str", "llama"),
-        ("tokenizer.ggml.tokens", "[str]", pieces),
-        ("tokenizer.ggml.scores", "[f32]", [-float(i) for i in range(n)]),
-        ("tokenizer.ggml.token_type", "[i32]", [2, 3, 3] + [1] * (n - 3)),
-        ("tokenizer.ggml.bos_token_id", "u32", 1),
-        ("tokenizer.ggml.eos_token_id", "u32", 2),
-    ]
-
-
-def net_keys(net):
-    sizes = dict(
-        embedding_length=net.dim, feed_forward_length=net.hidden_dim, block_count=net.n_layers, context_length=128
-    )  # fmt: skip
-    heads = dict(head_count=net.n_heads, head_count_kv=net.n_kv_heads)
-    if net.head_dim * net.n_heads != net.dim:
-        heads |= dict(key_length=net.head_dim, value_length=net.head_dim)
-    if net.window:
-        heads["sliding_window"] = net.window
-    keys = [("general.architecture", "str", net.arch), ("general.name", "str", "random")]
-    keys += [(f"{net.arch}.{key}", "u32", value) for key, value in sizes.items()]
-    keys += [(f"{net.arch}.attention.{key}", "u32", value) for key, value in heads.items()]
-    keys += [
-        (f"{net.arch}.attention.layer_norm_rms_epsilon", "f32", net.eps),
-        (f"{net.arch}.rope.freq_base", "f32", net.base),
-    ]
-    if net.scaling:
-        keys += [
-            (f"{net.arch}.rope.scaling.type", "str", net.scaling),
-            (f"{net.arch}.rope.scaling.factor", "f32", net.factor),
-            (f"{net.arch}.rope.scaling.original_context_length", "u32", net.n_ctx),
-        ]
-    return keys + sentencepiece_keys(net.vocab_size)
-
-
-def random_net(net):
-    """(Gguf, {name: (float64 values, what rounds activations in front of them or None)}). As in random_tensors, sharp
-    attention, and embeddings so small that epsilon matters."""
-    rng = np.random.default_rng(zlib.crc32(repr(net).encode()))
-    q_dim, kv_dim = net.n_heads * net.head_dim, net.n_kv_heads * net.head_dim
-    formats, tensors, stored = net.format.split(), [], {}
-
-    def add(name, format, blocks, dims):
-        w = dequantise(format, blocks).astype(f64)
-        stored[name] = (w, ROUNDING.get(format)) if len(dims) == 2 else (w[0], None)
-        tensors.append((name, dims, FORMATS[format], blocks.tobytes()))
-
-    def matrix(name, rows, cols, size=1.0):
-        format = formats[len(tensors) % len(formats)]
-        add(name + ".weight", format, random_weights(rng, format, rows, cols, size / math.sqrt(cols)), (cols, rows))
-
-    def vector(name, n, mean, size, format="F32"):
-        w = (mean + size * rng.standard_normal((1, n))).astype(f32)
-        add(name, format, gguf.quants.quantize(w, gguf.GGMLQuantizationType[format]).view(u8), (n,))
-
-    matrix("token_embd", net.vocab_size, net.dim, 0.003 * math.sqrt(net.dim))
-    for l in range(net.n_layers):
-        layer = f"blk.{l}."
-        for name, rows, cols, size in [
-            ("attn_q", q_dim, net.dim, 2), ("attn_k", kv_dim, net.dim, 2), ("attn_v", kv_dim, net.dim, 1),
-            ("attn_output", net.dim, q_dim, 1), ("ffn_gate", net.hidden_dim, net.dim, 2),
-            ("ffn_up", net.hidden_dim, net.dim, 1), ("ffn_down", net.dim, net.hidden_dim, 1),
-        ]:  # fmt: skip
-            matrix(layer + name, rows, cols, size)
-            if name in net.biases.split():
-                vector(layer + name + ".bias", rows, 0, 0.5, "F16" if l else "F32")
-        vector(layer + "attn_norm.weight", net.dim, 1, 0.4)
-        vector(layer + "ffn_norm.weight", net.dim, 1, 0.4)
-        if net.qk_norm:
-            vector(layer + "attn_q_norm.weight", net.head_dim, 1.5, 0.4)
-            vector(layer + "attn_k_norm.weight", net.head_dim, 1.5, 0.4)
-    vector("output_norm.weight", net.dim, 1, 0.4)
-    if net.freqs:
-        vector("rope_freqs.weight", net.head_dim // 2, 4, 1)
-    if not net.tied:
-        matrix("output", net.vocab_size, net.dim)
-    rng.shuffle(tensors)
-    return Gguf(net_keys(net), tensors, net.version), stored
-
-
-def rope_turns(net, n, stored, yarn_magnitude=True):
-    """e^(i·angle), [n positions, head_dim / 2]; YaRN multiplies it by its magnitude."""
-    d, i = net.head_dim, np.arange(net.head_dim // 2)
-    freq, magnitude = net.base ** (-2 * i / d), 1.0
-    if net.scaling == "linear":
-        freq = freq / net.factor
-    if net.scaling == "ntk":
-        freq = (net.base * net.factor ** (d / (d - 2))) ** (-2 * i / d)
-    if net.scaling == "yarn":
-
-        def pair_that_turns(times):
-            return d * math.log(net.n_ctx / (times * 2 * math.pi)) / (2 * math.log(net.base))
-
-        low, high = max(math.floor(pair_that_turns(32)), 0), min(math.ceil(pair_that_turns(1)), d - 1)
-        keep = 1 - np.clip((i - low) / (high - low or 0.001), 0, 1)
-        freq = freq / net.factor * (1 - keep) + freq * keep
-        magnitude = 0.1 * math.log(net.factor) + 1 if yarn_magnitude else 1
-    if net.freqs:
-        freq = freq / stored["rope_freqs.weight"][0]
-    return magnitude * np.exp(1j * np.arange(n)[:, None] * freq)
-
-
-def gguf_oracle(net, stored, tokens, kv=KV_F32, halves=None, without=(), yarn_magnitude=True, round_activations=True):
-    """Logits [len(tokens), vocab_size] in float64, as oracle() above. stored: as random_net gives it; or a function from
-    a name to that, None where there is none. The keyword parameters behind kv, and other nets than the file's, are
-    wrong."""
-    get = stored.get if isinstance(stored, dict) else stored
-    T, hd = len(tokens), net.head_dim
-    halves = net.arch != "llama" if halves is None else halves
-    turn = rope_turns(net, T, stored, yarn_magnitude)[:, None]
-    t = np.arange(T)
-    hidden = (t[:, None] < t) | ((t[:, None] - t >= net.window) if net.window else False)
-
-    def tensor(name):
-        return None if any(name.endswith(end) for end in without) else get(name)
-
-    def rmsnorm(x, name):
-        weight = tensor(name)
-        return x if weight is None else x / np.sqrt(np.mean(x * x, -1, keepdims=True) + net.eps) * weight[0]
-
-    def rope(x):  # pairs (i, i + hd / 2) or (2i, 2i + 1)
-        first, second = (x[..., : hd // 2], x[..., hd // 2 :]) if halves else (x[..., 0::2], x[..., 1::2])
-        z, out = (first + 1j * second) * turn, np.empty_like(x)
-        if halves:
-            out[..., : hd // 2], out[..., hd // 2 :] = z.real, z.imag
-        else:
-            out[..., 0::2], out[..., 1::2] = z.real, z.imag
-        return out
-
-    def linear(x, name):
-        w, rounds = tensor(name + ".weight")
-        bias = tensor(name + ".bias")
-        x = rounds(x) if rounds and round_activations else x
-        return x @ w.T + (0 if bias is None else bias[0])
-
-    x = tensor("token_embd.weight")[0][tokens].astype(f64)
-    for l in range(net.n_layers):
-        b = f"blk.{l}."
-        h = rmsnorm(x, b + "attn_norm.weight")
-        q = rope(rmsnorm(linear(h, b + "attn_q").reshape(T, -1, hd), b + "attn_q_norm.weight"))
-        k = rope(rmsnorm(linear(h, b + "attn_k").reshape(T, -1, hd), b + "attn_k_norm.weight"))
-        v = linear(h, b + "attn_v").reshape(T, -1, hd)
-        order = np.arange(hd).reshape(2, -1).T.ravel() if halves else np.arange(hd)  # in the cache, pairs lie together
-        k = cached(k[..., order], kv)[..., np.argsort(order)]
-        k, v = (np.repeat(a, net.n_heads // net.n_kv_heads, 1) for a in (k, cached(v, kv)))
-        score = np.einsum("thd,shd->hts", q, k) / math.sqrt(hd)
-        score[:, hidden] = -np.inf
-        weight = np.exp(score - score.max(-1, keepdims=True))
-        weight /= weight.sum(-1, keepdims=True)
-        x = x + linear(np.einsum("hts,shd->thd", weight, v).reshape(T, -1), b + "attn_output")
-        h = rmsnorm(x, b + "ffn_norm.weight")
-        gate = linear(h, b + "ffn_gate")
-        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, b + "ffn_up"), b + "ffn_down")
-    return linear(rmsnorm(x, "output_norm.weight"), "token_embd" if net.tied else "output")
-
-
-class NetCase(NamedTuple):
-    path: Path
-    net: Net
-    stored: dict
-    tokens: np.ndarray
-
-
-@pytest.fixture(scope="session")
-def net_case(tmp_path_factory):
-    """net_case(name, format=None): a random model, in another format if wanted, and a sequence to run on it."""
-    folder = tmp_path_factory.mktemp("gguf")
-
-    @functools.cache
-    def make(name, format=None):
-        net = (NETS | QUANTISED_NETS)[name]
-        net = net._replace(format=format or net.format)
-        file, stored = random_net(net)
-        path = folder / f"{name}-{net.format}.gguf"
-        path.write_bytes(file.data())
-        return NetCase(path, net, stored, np.random.default_rng(7).integers(0, net.vocab_size, N_TOKENS).astype(i32))
-
-    return make
-
-
-def short_gguf_oracle(case, net=None, **wrong):
-    """Of the case's tokens as sixteen texts of 8."""
-    texts = case.tokens.reshape(16, 8)
-    return np.concatenate([gguf_oracle(net or case.net, case.stored, text, **wrong) for text in texts])
-
-
-def float_net_case(net_case, name):
-    """With F16 instead of BF16, so that activations are float32."""
-    return net_case(name, "F16" if name in BF16_NETS else None)
-
-
-# ---- random models against the oracle ----
-
-
-def test_the_two_oracles_agree():
-    c = SHAPES["halves"]
-    tensors = random_tensors(c)
-    net = Net("llama", "F32", c.dim, c.hidden_dim, c.n_heads, c.n_kv_heads, 16, True, n_layers=c.n_layers)
-    names = dict(wq="attn_q", wk="attn_k", wv="attn_v", wo="attn_output", w1="ffn_gate", w2="ffn_down", w3="ffn_up",
-                 attention_norm="attn_norm", ffn_norm="ffn_norm")  # fmt: skip
-    old = as_stored(0, c, tensors)
-    new = {f"blk.{l}.{names[k]}.weight": (old[k][0][l], None) for k in names for l in range(c.n_layers)}
-    new |= {"token_embd.weight": old["tok_embeddings"], "output_norm.weight": old["norm"]}
-    tokens = np.arange(60)
-    assert error(gguf_oracle(net, new, tokens), oracle(c, old, tokens)) < 1e-12
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_float_gguf_equals_oracle(engine, net_case, name):
-    """F16 weights are exact, so that the tolerance is that of float32, also where a net has BF16 in other tests."""
-    path, net, stored, tokens = float_net_case(net_case, name)
-    assert error(engine().logits(path, tokens, threads=2), gguf_oracle(net, stored, tokens)) < F32_TOLERANCE
-
-
-def needs_rounding(engine, case, typical, worst, kv=KV_F32):
-    """Near the oracle that rounds activations. Returns the logits of sixteen texts of 8."""
-    with engine().session(case.path, n_seqs=16, threads=2, kv_type=kv) as forward:
-        short_texts = forward(case.tokens, np.tile(np.arange(8), 16), np.repeat(np.arange(16), 8))
-    assert np.median(row_errors(short_texts, short_gguf_oracle(case, kv=kv))) < typical
-    long_text = engine().logits(case.path, case.tokens, threads=2, kv_type=kv)
-    assert row_errors(long_text, gguf_oracle(case.net, case.stored, case.tokens, kv=kv)).max() < worst
-    return short_texts
-
-
-@pytest.mark.parametrize("name", QUANTISED_NETS)
-def test_quantised_gguf_equals_oracle(engine, net_case, name):
-    """The tolerances are those of int8 above, where they are explained."""
-    needs_rounding(engine, net_case(name), INT8_TYPICAL, INT8_WORST)
-
-
-@pytest.mark.parametrize("name", BF16_NETS)
-def test_bf16_gguf_equals_oracle(engine, net_case, name):
-    """The tolerances are explained with those of int8."""
-    needs_rounding(engine, net_case(name), BF16_TYPICAL, BF16_WORST)
-
-
-def wrong_nets():
-    for name in [*QUANTISED_NETS, *BF16_NETS]:
-        yield name, (NETS | QUANTISED_NETS)[name], dict(round_activations=False)
-    for name, net in (NETS | QUANTISED_NETS).items():
-        yield name, net._replace(arch="llama" if net.arch != "llama" else "qwen2"), {}
-        yield name, net._replace(eps=1e-4), {}
-        yield name, net._replace(base=net.base * 1.5), {}
-        for matrix in net.biases.split():
-            yield name, net, dict(without=[matrix + ".bias"])
-        if net.qk_norm:
-            yield name, net, dict(without=["attn_q_norm.weight"])
-            yield name, net, dict(without=["attn_k_norm.weight"])
-        if net.window:
-            yield name, net._replace(window=net.window + 1), {}
-            yield name, net._replace(window=net.window - 1), {}
-            yield name, net._replace(window=0), {}
-        if net.scaling:
-            yield name, net._replace(scaling=""), {}
-            yield name, net._replace(factor=net.factor * 1.05), {}
-            yield name, net._replace(scaling="linear" if net.scaling == "yarn" else "yarn"), {}
-        if net.scaling == "yarn":
-            yield name, net, dict(yarn_magnitude=False)
-            yield name, net._replace(n_ctx=2 * net.n_ctx), {}
-        if net.freqs:
-            yield name, net._replace(freqs=False), {}
-
-
-def test_tolerances_see_wrong_gguf_maths(net_case):
-    right = functools.cache(lambda name: gguf_oracle(*float_net_case(net_case, name)[1:]))
-    right_short = functools.cache(lambda name: short_gguf_oracle(net_case(name)))
-    for name, net, options in wrong_nets():
-        if name in NETS and "round_activations" not in options:
-            case = float_net_case(net_case, name)
-            off = error(gguf_oracle(net, case.stored, case.tokens, **options), right(name)) / F32_TOLERANCE
-            assert off > 30, (name, net, options)
-        if name in QUANTISED_NETS or name in BF16_NETS:
-            typical = INT8_TYPICAL if name in QUANTISED_NETS else BF16_TYPICAL
-            off = np.median(row_errors(short_gguf_oracle(net_case(name), net, **options), right_short(name))) / typical
-            assert off > 30, (name, net, options)
-
-
-@pytest.fixture(scope="session")
-def net_alone(engine, net_case):
-    return functools.cache(lambda name: engine().logits(net_case(name).path, net_case(name).tokens))
-
-
-@every_net
-@pytest.mark.parametrize("build", BUILDS)
-def test_gguf_chunks_threads_and_builds(engine, net_case, net_alone, name, build):
-    path, _, _, tokens = net_case(name)
-    for chunk, threads in [(1, 1), (7, 3), (N_TOKENS, 2)]:
-        assert same(engine(build).logits(path, tokens, chunk=chunk, threads=threads), net_alone(name)), (chunk, threads)
-
-
-@every_net
-def test_gguf_sequences_in_one_call(engine, net_case, net_alone, name):
-    """Four copies of the text, each at another place, 33 rows a call in any order."""
-    path, _, _, tokens = net_case(name)
-    rng, delay = np.random.default_rng(8), np.array([0, 5, 40, 90])
-    rows = [(t, s) for step in range(N_TOKENS + 90) for s in range(4) if 0 <= (t := step - delay[s]) < N_TOKENS]
-    with engine().session(path, n_seqs=4, threads=2) as forward:
-        for at in range(0, len(rows), 33):
-            pos, seq = np.array(rows[at : at + 33])[rng.permutation(len(rows[at : at + 33]))].T
-            assert same(forward(tokens[pos], pos, seq), net_alone(name)[pos])
-
-
-@pytest.mark.parametrize("window", [1, 16, 100, 256, 257, 599, 600])
-def test_window_in_a_long_text(engine, tmp_path, window):
-    """Windows that end within blocks of attention, at their edges, and blocks that nobody sees."""
-    net = Net("llama", "F32", 32, 48, 4, 2, 8, window=window, n_layers=2)
-    file, stored = random_net(net)
-    (tmp_path / "long.gguf").write_bytes(file.data())
-    tokens = np.random.default_rng(9).integers(0, net.vocab_size, 600).astype(i32)
-    whole = engine().logits(tmp_path / "long.gguf", tokens, n_ctx=608, max_rows=600, chunk=600, threads=2)
-    assert row_errors(whole, gguf_oracle(net, stored, tokens)).max() < F32_TOLERANCE
-    for chunk in (1, 37):
-        assert same(engine().logits(tmp_path / "long.gguf", tokens, n_ctx=600, chunk=chunk), whole)
-
-
-@pytest.mark.parametrize("alignment", [8, 64, 4096])
-def test_alignment(engine, net_case, net_alone, tmp_path, alignment):
-    file, _ = random_net(NETS["qwen3"])
-    file.alignment = alignment
-    (tmp_path / "aligned.gguf").write_bytes(file.plus(("general.alignment", "u32", alignment)).data())
-    assert same(engine().logits(tmp_path / "aligned.gguf", net_case("qwen3").tokens), net_alone("qwen3"))
-
-
-@pytest.mark.parametrize("kind", ["u8", "i16", "u64", "i64", "f32", "f64"])
-def test_numbers_of_any_type(engine, net_case, net_alone, tmp_path, kind):
-    file, _ = random_net(NETS["qwen3"])
-    file.keys = [(k, kind, v) if t == "u32" and v < 128 else (k, "f64" if t == "f32" else t, v) for k, t, v in file.keys]
-    eps = ("qwen3.attention.layer_norm_rms_epsilon", "f64", float(f32(1e-6)))
-    (tmp_path / "numbers.gguf").write_bytes(file.plus(eps).data())
-    assert same(engine().logits(tmp_path / "numbers.gguf", net_case("qwen3").tokens), net_alone("qwen3"))
-
-
-def test_generate_from_gguf(engine, net_case):
-    """-n counts new tokens; the tokenizer is the file's."""
-    path, net, _, _ = net_case("qwen3")
-    ids = [1, LETTER_PIECES.index("▁"), LETTER_PIECES.index("abc"), LETTER_PIECES.index("d")]
-    assert output("-m", "tokenize", path, "-i", "abcd") == b" ".join(b"%d" % i for i in ids[:1]) + b" 3 33 7\n"
-    with engine().session(path, kv_type=KV_F16) as forward:  # as ./run does, since the weights are not f32
-        logits, printed = forward(ids, np.arange(4))[-1], "abcd"
-        for n in range(6):
-            ids.append(int(logits.argmax()))
-            if ids[-1] == 2:
-                break
-            piece = (LETTER_PIECES + [f"<{i}>" for i in range(97)])[ids[-1]]
-            printed += "" if ids[-1] == 1 else piece.replace("▁", " ")
-            (logits,) = forward([ids[-1]], [3 + n + 1])
-    assert output(path, "-i", "abcd", "-t", 0, "-n", 6).decode() == printed + "\n"
-
-
-# ---- the key/value cache as f16 ----
-
-# f16: the cache rounds by up to 2^-11 = 5e-4 of an element. The oracle rounds, too, and almost always alike: the error
-# is that of float32. But where an element lies on the edge between two halves (float32 noise of 1e-7 to 1e-6 beside
-# steps of 1e-3: about one in a thousand) the two round it apart, and every later row feels it a little. So the typical
-# row is near: 7e-5 at most. The worst of all rows is at 8e-4; which elements lie on an edge is chance, and another
-# compiler or seed may hit a worse one, hence the room. An oracle that forgets to round is off by 4e-4 in the typical
-# row.
-KV_TYPICAL, KV_WORST, KV_FORGOTTEN = 1e-4, 2e-3, 1.5e-4
-
-KV_CASES = [("even", 0), ("ragged", 1), ("pairs", 0), ("six", 1), ("eighteen", 0), ("twenty_two", 1), ("one_head", 0)]
-KV_EVERY = [*KV_CASES, ("even", 2), ("shorter", 2), *((name,) for name in NETS | QUANTISED_NETS)]
-
-
-def key_name(key):
-    return "-".join(map(str, key))
-
-
-each_kv_case = pytest.mark.parametrize("key", KV_CASES, ids=key_name)
-every_kv_case = pytest.mark.parametrize("key", KV_EVERY, ids=key_name)
-
-
-@pytest.fixture(scope="session")
-def half_case(case, net_case):
-    """half_case(*key): the Case of (shape, version), the NetCase of (name,)."""
-    return lambda *key: case(*key) if len(key) == 2 else net_case(*key)
-
-
-@pytest.fixture(scope="session")
-def half_alone(engine, half_case):
-    """The logits that every other way must repeat."""
-
-    @functools.cache
-    def alone(*key):
-        return engine().logits(half_case(*key).path, half_case(*key).tokens, kv_type=KV_F16)
-
-    return alone
-
-
-def needs_near(got, rounds, forgets=None):
-    """got is near the oracle that rounds, and far from the one that forgets to."""
-    errors = row_errors(got, rounds)
-    assert np.median(errors) < KV_TYPICAL and errors.max() < KV_WORST, (np.median(errors), errors.max())
-    if forgets is not None:
-        forgotten = np.median(row_errors(got, forgets))
-        assert forgotten > KV_FORGOTTEN and forgotten > 3 * np.median(errors), (forgotten, np.median(errors))
-
-
-@each_kv_case
-def test_f16_cache_equals_oracle(case, half_alone, key):
-    _, c, stored, tokens = case(*key)
-    needs_near(half_alone(*key), oracle(c, stored, tokens, kv=KV_F16), oracle(c, stored, tokens))
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_f16_cache_of_gguf_equals_oracle(engine, net_case, name):
-    """Sliding windows, biases, norms of q and k; F16 weights."""
-    path, net, stored, tokens = float_net_case(net_case, name)
-    got = engine().logits(path, tokens, kv_type=KV_F16)
-    needs_near(got, gguf_oracle(net, stored, tokens, kv=KV_F16), gguf_oracle(net, stored, tokens))
-
-
-@pytest.mark.parametrize("name", BF16_NETS)
-def test_f16_cache_of_bf16_equals_oracle(engine, net_case, name):
-    """Keys and values of rounded activations have little noise, so that they, too, are rarely rounded apart. An oracle
-    whose cache does not round them has many activations rounded apart: 5e-3 in the typical row."""
-    got = needs_rounding(engine, net_case(name), BF16_TYPICAL, BF16_WORST, KV_F16)
-    assert np.median(row_errors(got, short_gguf_oracle(net_case(name)))) > 1000 * BF16_TYPICAL
-
-
-@pytest.mark.parametrize("build", BUILDS)
-@every_kv_case
-def test_f16_chunks_threads_and_builds(engine, half_case, half_alone, key, build):
-    path, _, _, tokens = half_case(*key)
-    n = len(tokens)
-    for chunk, threads in [(1, 1), (1, 3), (2, 2), (7, 3), (n, 2)]:
-        room = dict(n_ctx=n, max_rows=chunk)
-        got = engine(build).logits(path, tokens, chunk=chunk, threads=threads, kv_type=KV_F16, **room)
-        assert same(got, half_alone(*key)), (chunk, threads)
-    roomy = engine(build).logits(path, tokens, n_ctx=1000, max_rows=300, kv_type=KV_F16)
-    assert same(roomy, half_alone(*key))
-
-
-def mixed_sequences_agree(engine, case, alone, kv):
-    """Four copies of the text, each at another place, 33 rows a call in any order."""
-    path, _, _, tokens = case
-    n, rng, delay = len(tokens), np.random.default_rng(8), np.array([0, 5, 40, 90])
-    rows = [(t, s) for step in range(n + 90) for s in range(4) if 0 <= (t := step - delay[s]) < n]
-    with engine().session(path, n_seqs=4, threads=3, kv_type=kv) as forward:
-        for at in range(0, len(rows), 33):
-            pos, seq = np.array(rows[at : at + 33])[rng.permutation(len(rows[at : at + 33]))].T
-            assert same(forward(tokens[pos], pos, seq), alone[pos])
-
-
-def rewritten_past_agrees(engine, case, alone, kv):
-    path, _, _, tokens = case
-    with engine().session(path, threads=2, kv_type=kv) as forward:
-        forward(tokens[::-1], np.arange(N_ROWS))
-        forward(tokens[:20], np.arange(20))
-        forward(tokens[50:60], np.arange(20, 30))
-        for t in range(20, 41):  # one at a time: odd and even numbers of positions
-            assert same(forward(tokens[t : t + 1], [t]), alone[t : t + 1])
-        assert same(forward(tokens[41:], np.arange(41, N_ROWS)), alone[41:])
-
-
-@every_kv_case
-def test_f16_sequences_in_one_call(engine, half_case, half_alone, key):
-    """Neighbours in the cache, which share a step of two positions, are written by different calls and threads."""
-    mixed_sequences_agree(engine, half_case(*key), half_alone(*key), KV_F16)
-
-
-@each_kv_case
-def test_f16_past_can_be_rewritten(engine, case, half_alone, key):
-    """What another text left in the second half of a step must not be seen."""
-    rewritten_past_agrees(engine, case(*key), half_alone(*key), KV_F16)
-
-
-#        head_dim, around the 64 elements that cache_store converts at a time and the 16 of a panel
-@pytest.mark.parametrize("head_dim", [2, 14, 30, 34, 62, 64, 66, 70, 80, 126, 128, 130, 256])
-def test_f16_head_dims(engine, tmp_path, head_dim):
-    net = Net("qwen3", "F16", 48, 64, 4, 2, head_dim, qk_norm=True)
-    file, stored = random_net(net)
-    path = tmp_path / "n.gguf"
-    path.write_bytes(file.data())
-    tokens = np.random.default_rng(3).integers(0, net.vocab_size, 61).astype(i32)
-    whole = engine().logits(path, tokens, kv_type=KV_F16)
-    needs_near(whole, gguf_oracle(net, stored, tokens, kv=KV_F16))
-    for build in BUILDS:
-        for chunk in (1, 9):
-            assert same(engine(build).logits(path, tokens, chunk=chunk, threads=2, kv_type=KV_F16), whole)
-
-
-@pytest.mark.parametrize("window", [0, 1, 2, 100, 255, 256, 257])
-def test_f16_long_text(engine, tmp_path, window):
-    """Blocks of attention that begin at an odd or even number of positions, and windows with odd edges."""
-    net = Net("llama", "F16", 32, 48, 4, 2, 10, window=window)
-    file, stored = random_net(net)
-    path = tmp_path / "long.gguf"
-    path.write_bytes(file.data())
-    tokens = np.random.default_rng(9).integers(0, net.vocab_size, 555).astype(i32)
-    whole = engine().logits(path, tokens, n_ctx=555, max_rows=555, chunk=555, threads=2, kv_type=KV_F16)
-    needs_near(whole, gguf_oracle(net, stored, tokens, kv=KV_F16))
-    for build in BUILDS:
-        for chunk in (1, 37):
-            assert same(engine(build).logits(path, tokens, n_ctx=555, chunk=chunk, kv_type=KV_F16), whole)
-
-
-def test_f32_cache_is_the_other(engine, case, alone, half_alone):
-    assert not same(half_alone("even", 0), alone("even", 0))
-
-
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("chunk", [1, 128])
-def test_f16_cache_saturates(engine, tmp_path, build, chunk):
-    """Values of ±100,000, which as halves would be infinite. Those of ±30,000 beside them tell 65,504 from 100,000: the
-    norms would otherwise make them equal."""
-    net = NETS["qwen2"]
-    file, stored = random_net(net)
-    name = "blk.0.attn_v.bias"
-    bias = stored[name][0].copy()
-    bias[[1, 4, 7, 10]] = 1e5, -1e5, 3e4, -3e4
-    path = tmp_path / "large.gguf"
-    path.write_bytes(file.plus((name, (len(bias),), 0, bias.astype("<f4").tobytes())).data())
-    stored[name] = bias, None
-    tokens = np.random.default_rng(11).integers(0, net.vocab_size, 50).astype(i32)
-    got = engine(build).logits(path, tokens, chunk=chunk, threads=2, kv_type=KV_F16)
-    assert np.isfinite(got).all()
-    saturated, unlimited = (gguf_oracle(net, stored, tokens, kv=kv) for kv in (KV_F16, KV_F32))
-    needs_near(got, saturated)
-    assert np.median(row_errors(got, unlimited)) > 0.01
-    exact = engine(build).logits(path, tokens, chunk=chunk, threads=2)
-    assert error(exact, unlimited) < F32_TOLERANCE
-
-
-# ---- RoPE, stretched in several spellings ----
-
-
-def spelled_rope(tmp_path, name, *entries):
-    """The file of a net with these keys about RoPE instead of its own."""
-    file, _ = random_net(NETS[name])
-    file = file.without(*(key for key, _, _ in file.keys if ".rope.scal" in key)).plus(*entries)
-    (tmp_path / "rope.gguf").write_bytes(file.data())
-    return tmp_path / "rope.gguf"
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        [("rope.scaling.factor", "f32", 4.0)],
-        [("rope.scale_linear", "f32", 4.0)],
-        [("rope.scale_linear", "f32", 4.0), ("rope.scaling.type", "str", "linear")],
-        [("rope.scaling.factor", "f32", 4.0), ("rope.scale_linear", "f32", 9.0)],  # the newer spelling counts
-    ],
-    ids=str,
-)
-def test_linear_rope_by_any_name(engine, net_case, net_alone, tmp_path, keys):
-    path = spelled_rope(tmp_path, "linear", *((f"llama.{key}", kind, value) for key, kind, value in keys))
-    assert same(engine().logits(path, net_case("linear").tokens), net_alone("linear"))
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        [("llama.rope.scaling.factor", "f32", 1.0)],
-        [("llama.rope.scaling.type", "str", "none"), ("llama.rope.scaling.factor", "f32", 4.0)],
-        [("llama.rope.scaling.attn_factor", "f32", 1.0), ("llama.rope.scaling.yarn_beta_fast", "f32", 32.0)],
-        [("llama.rope.scaling.type", "str", "llama3"), ("llama.rope.scaling.factor", "f32", 8.0)],
-    ],
-    ids=str,
-)
-def test_rope_that_is_not_stretched(engine, net_case, net_alone, tmp_path, keys):
-    """This net has a tensor of divisors: that is all of Llama 3's stretching."""
-    path = spelled_rope(tmp_path, "freqs", *keys)
-    assert same(engine().logits(path, net_case("freqs").tokens), net_alone("freqs"))
-
-
-# ---- real models ----
-
-
-@needs_shared
-@pytest.mark.parametrize("name", ["f32", "f16"])
-@pytest.mark.parametrize("flags", [[], ["-j", 3, "--chunk", 5]], ids=str)
-def test_gguf_story(name, flags):
-    story = (MODELS / "stories260K.expected200.txt").read_bytes()
-    arguments = MODELS / f"stories260K.{name}.gguf", "-t", 0, "-n", 200, "--kv", "f32", *flags
-    assert output(*arguments) == story + b"\n"
-
-
-@needs_shared
-@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
-def test_quantised_gguf_tells_a_story(name):
-    told = output(MODELS / f"stories260K.{name}.gguf", "-t", 0, "-n", 199).decode()  # valid UTF-8
-    assert told.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the ")
-    words = told.split()
-    assert len(words) > 90 and len(set(words)) > 45 and told.count("Lily") >= 3
-
-
-SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct.q4_1.gguf"
-needs_smollm2 = pytest.mark.skipif(not SMOLLM2.exists(), reason="no SmolLM2: make smollm2")
-
-
-@needs_smollm2
-def test_smollm2_knows_france():
-    assert b"Paris" in output(SMOLLM2, "-i", "The capital of France is", "-t", 0, "-n", 5)
-
-
-# Thirty layers of activations rounded to int8: where engine and oracle round one value apart (see INT8_WORST), what
-# follows differs by as much as rounding itself changes it. The oracle feels that as well: embeddings that are wrong by a
-# millionth move its own logits by 0.026 of
-# the rms in the typical row and 0.07 in the worst; engine and oracle are 0.025 and 0.06 apart. So a logit is right to about
-# 0.2, the difference of two to 0.3, and a margin of three times that cannot be noise.
-SMOLLM2_TOLERANCE = 1.0
-SMOLLM2_TEXT = """The capital of France is Paris. It lies on the river Seine, and about two million people live there.
-In the year 1889 the Eiffel Tower was built for a fair; many people did not like it then, but today it is what everybody
-wants to see first, and few who come to the city go home without a photograph of it."""
-
-
-@needs_smollm2
-def test_smollm2_equals_oracle(engine):
-    file = gguf.GGUFReader(SMOLLM2)
-    tensors = {t.name: t for t in file.tensors}
-
-    def number(key):
-        return file.fields[f"llama.{key}"].parts[-1][0].item()
-
-    heads = number("attention.head_count")
-    net = Net("llama", "", number("embedding_length"), 0, heads, number("attention.head_count_kv"),
-              number("embedding_length") // heads, "output.weight" not in tensors, 0, number("block_count"),
-              eps=number("attention.layer_norm_rms_epsilon"), base=number("rope.freq_base"))  # fmt: skip
-
-    def stored(name):
-        t = tensors.get(name)
-        return t and (dequantise(t.tensor_type.name, t.data), ROUNDING.get(t.tensor_type.name))
-
-    ids = output("-m", "tokenize", SMOLLM2, "-i", SMOLLM2_TEXT).split()[:64]
-    tokens = np.array(list(map(int, ids)), i32)
-    assert len(tokens) == 64
-    got, want = engine().logits(SMOLLM2, tokens, threads=2), gguf_oracle(net, stored, tokens)
-    best = np.sort(want, 1)[:, -2:]
-    sure = best[:, 1] - best[:, 0] > SMOLLM2_TOLERANCE
-    assert (got.argmax(1) == want.argmax(1))[sure].all() and sure.sum() > 32
-    assert row_errors(got, want).max() < INT8_WORST
-
-
-# ---- hostile GGUF files, on the sanitizer build ----
-
-
-def hostile_bases():
-    """Two small models: sentencepiece and floats; byte-level and quants."""
+def gguf_bases():
+    """Sentencepiece and floats; byte-level and quants; a flat one of every type."""
     llama = Net("llama", "F32 F16", 8, 6, 2, 1, 4, tied=True, vocab_size=34, n_layers=1, scaling="linear", factor=2.0)
     qwen = Net("qwen2", "Q8_0", 32, 32, 2, 1, 16, vocab_size=12, n_layers=1, biases="attn_q attn_k attn_v")
-    a, b = random_net(llama)[0], random_net(qwen)[0]
-    b.keys = [k for k in b.keys if not k[0].startswith("tokenizer.")] + [
+    flat = Net("llama", "Q8_0 F16 BF16 Q4_1 Q4_0 F32 Q5_1", 32, 32, 2, 1, 16, tied=True, vocab_size=12, n_layers=1)
+    byte_level = [
         ("tokenizer.ggml.model", "str", "gpt2"),
         ("tokenizer.ggml.pre", "str", "qwen2"),
         ("tokenizer.ggml.tokens", "[str]", ["<|endoftext|>", *"abcdeĠ", "ab", "Ġa", "abc", "é", "<|im_end|>"]),
@@ -3001,79 +2718,113 @@ def hostile_bases():
         ("tokenizer.ggml.eos_token_id", "u32", 11),
         ("tokenizer.chat_template", "str", "{{ messages }}"),
     ]
-    return dict(llama=a, qwen=b)
+    files = [random_net(net)[0] for net in (llama, qwen, flat)]
+    for file in files[1:]:
+        file.keys = [k for k in file.keys if not k[0].startswith("tokenizer.")] + byte_level
+    return dict(llama=files[0], qwen=files[1], flat=flat_of(files[2], flat.head_dim))
 
 
-BASES = hostile_bases()
-each_base = pytest.mark.parametrize("base", BASES)
+def gguf_base(file):
+    """Of arrays, the first few elements."""
+    data = file.data()
+    fields = [field for field in file.fields if int((re.findall(r"\[(\d+)\]$", field[0]) or [0])[0]) < 3]
+    return Base(data, len(file.head), fields, run_it)
 
 
-def run_it(path):
-    return path, "-n", 4, "-i", "ab abc", "-s", 1, "-j", 1
+GGUFS = gguf_bases()
+each_gguf = pytest.mark.parametrize("base", GGUFS)
 
 
-def show_it(path):
-    return path, "-m", "info", "-j", 1
+@pytest.fixture(scope="session")
+def hostile_base(small):
+    """hostile_base(name): GGUF files, versions of llama2.c, and tokenizer.bin, with a model and alone."""
+    bases, text = {name: gguf_base(file) for name, file in GGUFS.items()}, "the cat 日 q"
+    for version in (0, 1, 2):
+        for tied in (False, True):
+            fields = range(0, 28, 4) if version == 0 else [*range(0, 40, 4), 37]  # 36: the byte `tied`, 37: the group
+            fields = [(f"int at {at}", at, "i") for at in fields]
+            data, header = small.random(version, tied).read_bytes(), 64 if version else 28
+            command = lambda path: small.arguments(path, "-n", 5, "-i", "the", "-s", 1, "-j", 1)
+            bases[f"version {version}{' tied' * tied}"] = Base(data, header, fields, command)
+    pieces = [4]  # the offset of each
+    for piece in PIECES:
+        pieces.append(pieces[-1] + 8 + len(piece))
+    fields = [("longest piece", 0, "i")]
+    fields += [(f"piece {i}", pieces[i] + at, "i") for i in (0, 1, 3, 150, 270, V - 1) for at in (0, 4)]
+    model = small.random(1)
+    command = lambda path: (model, "-z", path, "-n", 9, "-i", text, "-j", 1)
+    of_a_model = Base(small.tokenizer.read_bytes(), 64, fields, command)
+    bases["tokenizer"] = of_a_model
+    alone = lambda path: ("-m", "tokenize", "-z", path, "-i", text)
+    bases["tokenizer alone"] = of_a_model._replace(command=alone, whole=set(pieces))
+    return bases.__getitem__
 
 
-def all_refused(folder, cases, suffix, command):
-    """cases: [(words of the message, bytes of a file)]. command(path): the arguments that read it. Each is refused by
-    the sanitizer build with one line that has these words."""
-
-    def attempt(case):
-        number, (words, data) = case
-        path = folder / f"{number}{suffix}"
-        path.write_bytes(data)
-        try:
-            refused(1, *command(path), program="build/debug", env=SANITIZERS, naming=[path, *words])
-        except AssertionError as failure:
-            return words, str(failure)[:500]
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = [failure for failure in pool.map(attempt, enumerate(cases)) if failure]
-    assert not failures, f"{len(failures)} of {len(cases)}, first: {failures[0]}"
+OTHERS = ["version 0", "version 1", "version 2", "tokenizer", "tokenizer alone"]
+every_base = pytest.mark.parametrize("base", [*GGUFS, *OTHERS])
 
 
-def broken(tmp_path, cases):
-    """cases: [(words of the message, file)]"""
-    cases = [(words, data if isinstance(data, bytes) else data.data()) for words, data in cases]
-    all_refused(tmp_path, cases, ".gguf", run_it)
+@every_base
+def test_hostile_bases_are_sound(hostile_base, tmp_path, base):
+    path = tmp_path / "base"
+    path.write_bytes(hostile_base(base).data)
+    for arguments in [hostile_base(base).command(path)] + [(path, "-m", "info")] * (base in GGUFS):
+        assert sound(*arguments).stderr == b""
 
 
-@each_base
-def test_hostile_bases_are_sound(tmp_path, base):
-    (tmp_path / "base.gguf").write_bytes(BASES[base].data())
-    for arguments in (run_it, show_it):
-        result = run(*arguments(tmp_path / "base.gguf"), program="build/debug", env=SANITIZERS)
-        assert result.returncode == 0 and not result.stderr, result.stderr
+@every_base
+def test_truncated(hostile_base, tmp_path, base):
+    data, header, fields, command, whole = hostile_base(base)
+    cuts = {*range(80), 255, 256, header, len(data) - 1, *random.Random(1).sample(range(len(data)), 80)}
+    cuts |= {at + more for _, at, code in fields for more in (0, 1, struct.calcsize(code))}
+    cases = [(f"cut at {cut} of {header}", data[:cut], {0, 1} if cut in whole else {1}) for cut in sorted(cuts)]
+    cases += [] if base in GGUFS else [("one byte more", data + b"x", {1})]
+    survives(tmp_path, cases, command)
 
 
-@each_base
-def test_truncated_gguf(tmp_path, base):
-    data = BASES[base].data()
-    header, rng = len(BASES[base].head), random.Random(1)
-    cuts = [*range(header + 1), *rng.sample(range(header, len(data)), 40), len(data) - 1]
-    survives(None, tmp_path, [(f"cut at {cut} of {header}", data[:cut], {1}) for cut in cuts], run_it)
+def extremes(code, value):
+    """Numbers of this type that are not this one: a NaN among them."""
+    bits = 8 * struct.calcsize(code)
+    low, high = (0, 1 << bits) if code.isupper() else (-1 << bits - 1, 1 << bits - 1)
+    new = [0, 1, -1, value - 1, value + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 32, 2**64 - 1, low]
+    new += [2 * value, -value, 65536, 2**30, 0x7FC00000] if low else []
+    return sorted({number for number in new if low <= number < high and number != value})
 
 
-@each_base
-def test_extreme_gguf_fields(tmp_path, base):
-    data, cases = BASES[base].data(), []
-    for what, at, code in BASES[base].fields:
-        size = struct.calcsize(code)
+@pytest.mark.parametrize("base", [*GGUFS, *OTHERS, *(f"version {version} tied" for version in (0, 1, 2))])
+def test_extreme_fields(hostile_base, tmp_path, base):
+    data, _, fields, command, _ = hostile_base(base)
+    cases = []
+    for what, at, code in fields:
         (value,) = struct.unpack_from("<" + code, data, at)
-        for new in [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, 2**64 - 32, value - 1, value + 1]:
-            if 0 <= new < 256**size and new != value:
-                changed = data[:at] + struct.pack("<" + code, new) + data[at + size :]
-                cases.append((f"{what} = {new}", changed, {1} if new >= 2**31 - 1 else {0, 1}))
-    survives(None, tmp_path, cases, run_it)
+        for new in extremes(code, value):
+            changed = data[:at] + struct.pack("<" + code, new) + data[at + struct.calcsize(code) :]
+            cases.append((f"{what} = {new}", changed, {1} if base in GGUFS and new >= 2**31 - 1 else {0, 1}))
+    survives(tmp_path, cases, command)
 
 
-@each_base
+@every_base
+def test_random_bytes(hostile_base, tmp_path, base):
+    """A few bytes, most of them of the header, or a run of the body, replaced."""
+    data, header, _, command, _ = hostile_base(base)
+    rng, cases = random.Random(2), []
+    for i in range(250 if base in GGUFS else 100):
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(0 if i % 16 == 1 else min(8, header), header if i % 4 else len(data))
+            changed[at] = rng.choice([0, 1, 10, 127, 128, 255, changed[at] ^ 1 << rng.randrange(8), rng.randrange(256)])
+        if i % 5 == 0:
+            at = rng.randrange(header, len(data) - 64)
+            changed[at : at + 64] = rng.randbytes(64)
+        cases.append((f"random {i}: {bytes(changed[:45]).hex()}", bytes(changed), {0, 1, 2}))
+    survives(tmp_path, cases, command)  # 2: without BOS and without a piece for any byte of it, a prompt is empty
+
+
+@each_gguf
 def test_extreme_gguf_values(tmp_path, base):
     """Every number among the metadata."""
     cases = []
-    for key, kind, value in BASES[base].keys:
+    for key, kind, value in GGUFS[base].keys:
         numbers = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
         floats = [0.0, -1.0, 1e-45, 3e38, math.inf, -math.inf, math.nan]
         if kind in SCALARS:
@@ -3083,33 +2834,39 @@ def test_extreme_gguf_values(tmp_path, base):
             new = [(key, kind, [x] * len(value)) for x in floats]
         elif kind == "[i32]":
             new = [(key, kind, [n] * len(value)) for n in (0, 7, -1, 2**31 - 1, -(2**31))]
+            if key == "run.flat.matrices":  # each number of a few matrices, of as many types
+                new += [(key, kind, value[:i] + [n] + value[i + 1 :]) for i in range(42) for n in extremes("i", value[i])]
         else:
             new = [(key, kind, value * 3), (key, kind, value[:1]), (key, kind, value[:0])]
-        cases += [(repr(entry)[:99], BASES[base].plus(entry).data(), {0, 1, 2}) for entry in new]
-    survives(None, tmp_path, cases, run_it)  # 2: without BOS and without a piece for any byte of it, a prompt is empty
+        cases += [(repr(entry)[:99], GGUFS[base].plus(entry).data(), {0, 1, 2}) for entry in new]
+    survives(tmp_path, cases, run_it)  # 2: as above
 
 
-@each_base
-def test_random_gguf_bytes(tmp_path, base):
-    data, rng, cases = BASES[base].data(), random.Random(2), []
-    for i in range(400):
-        changed = bytearray(data)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(8, len(BASES[base].head) if i % 4 else len(data))
-            changed[at] = rng.choice([0, 1, 10, 127, 128, 255, changed[at] ^ 1 << rng.randrange(8), rng.randrange(256)])
-        cases.append((f"random {i}", bytes(changed), {0, 1, 2}))
-    survives(None, tmp_path, cases, run_it)
+def numbers_of(file):
+    """Of its matrices."""
+    return next(value for key, _, value in file.keys if key == "run.flat.matrices")
 
 
-@each_base
+def with_numbers(file, numbers):
+    return file.plus(("run.flat.matrices", "[i32]", numbers))
+
+
+def times(file, name, n):
+    """The flat file with the numbers of a matrix not at all, or twice: at the end, too."""
+    at, numbers = 7 * [t[0] for t in file.tensors if t[2] == FLAT].index(name), numbers_of(file)
+    return with_numbers(file, numbers[:at] + numbers[at + 7 :] if n == 0 else numbers + numbers[at : at + 7])
+
+
+@each_gguf
 def test_missing_and_misshapen_tensors(tmp_path, base):
-    file, cases, vectors = BASES[base], [], 0
+    file, cases = GGUFS[base], []
     for name, dims, format, content in file.tensors:
+        flat = format == FLAT  # an array of bytes: its shape stands elsewhere
         if not name.endswith("bias") and name != "output.weight":
-            cases.append(([name, "missing"], file.without(name)))
+            cases.append(([name, "missing"], (times(file, name, 0) if flat else file).without(name)))
         more = content * 2  # one row, or one block of a vector, more
         wrong = (dims[0], dims[1] + 1) if len(dims) == 2 else (dims[0] + 1,)
-        if name != "token_embd.weight":
+        if name != "token_embd.weight" and not flat:
             cases.append(([name, "expected"], file.plus((name, wrong, format, more))))
             cases.append(([name, "expected"], file.plus((name, dims[::-1] + (1,) * (3 - len(dims)), format, content))
                           if len(dims) == 2 and dims[0] != dims[1] and format < 2
@@ -3119,30 +2876,31 @@ def test_missing_and_misshapen_tensors(tmp_path, base):
         cases.append(([name, "vector or matrix"], file.plus((name, (dims[0], 1, 2), 0, bytes(8 * dims[0])))))
         for unknown in (4, 10, 99, 2**31):
             cases.append(([name, f"number {unknown}"], file.plus((name, dims, unknown, content))))
-        cases.append(([name, "twice"], Gguf(file.keys, file.tensors + [(name, dims, format, content)])))
+        twice = (times(file, name, 2) if flat else file).but(tensors=file.tensors + [(name, dims, format, content)])
+        cases.append(([name, "twice"], twice))
     for blocks, columns in [(8, 32), (12, 256)]:
         wrong = ("output_norm.weight", (columns - 8,), blocks, bytes(999))
         cases.append((["output_norm.weight", f"blocks of {columns}"], file.plus(wrong)))
     cases.append((["blk.0.attn_sinks.weight", "no place"], file.plus(("blk.0.attn_sinks.weight", (2,), 0, bytes(8)))))
     cases.append((["blk.1.attn_norm.weight", "no place"], file.plus(("blk.1.attn_norm.weight", (8,), 0, bytes(32)))))
-    broken(tmp_path, cases)
+    all_refused(tmp_path, cases, run_it)
 
 
-@each_base
+@each_gguf
 def test_misplaced_tensors(tmp_path, base):
-    file = BASES[base]
+    file, alignment = GGUFS[base], GGUFS[base].alignment
     names, size = [t[0] for t in file.tensors], len(file.data()) - len(file.head)
     cases = [([names[1], names[0], "overlap"], file.data({names[1]: 0}))]
     for name in names:
-        cases.append(([name, "multiple of 32"], file.data({name: 8})))
-        for far in (size // 32 * 32 + 32, 2**31, 2**63, 2**64 - 32):
+        cases.append(([name, f"multiple of {alignment}"], file.data({name: 8})))
+        for far in (size // alignment * alignment + alignment, 2**31, 2**63, 2**64 - alignment):
             cases.append(([name, far, "within"], file.data({name: far})))
-    broken(tmp_path, cases)
+    all_refused(tmp_path, cases, run_it)
 
 
-@each_base
+@each_gguf
 def test_wrong_gguf_metadata(tmp_path, base):
-    file, n = BASES[base], len(BASES[base].tensors)
+    file, n = GGUFS[base], len(GGUFS[base].tensors)
     arch = file.keys[0][2]
     data = file.data()
     cases = [
@@ -3159,9 +2917,9 @@ def test_wrong_gguf_metadata(tmp_path, base):
         wrong("architecture", f"'{unknown[:80]}'", ("general.architecture", "str", unknown))
     wrong("general.architecture", "string", ("general.architecture", "u32", 1))
     wrong("tokenizer.ggml.model", "'bert'", ("tokenizer.ggml.model", "str", "bert"))
-    wrong("mixture of experts", (f"{arch}.expert_count", "u32", 8))
-    wrong("widths", (f"{arch}.attention.value_length", "u32", 2))
-    wrong("RoPE", (f"{arch}.rope.dimension_count", "u32", 2))
+    wrong(f"{arch}.expert_count", 8, (f"{arch}.expert_count", "u32", 8))
+    wrong(f"{arch}.attention.value_length", 2, (f"{arch}.attention.value_length", "u32", 2))
+    wrong(f"{arch}.rope.dimension_count", 2, (f"{arch}.rope.dimension_count", "u32", 2))
     wrong(f"{arch}.rope.scaling.type", "longrope", (f"{arch}.rope.scaling.type", "str", "longrope"))
     wrong("Llama 3", "rope_freqs.weight", (f"{arch}.rope.scaling.type", "str", "llama3"))
     unusual = {"rope.scaling.attn_factor": 2, "rope.scaling.yarn_attn_factor": 0.5, "rope.scaling.yarn_ext_factor": 0,
@@ -3203,50 +2961,69 @@ def test_wrong_gguf_metadata(tmp_path, base):
         for id in (len(tokens), 2**31 - 1):
             wrong("stop ids", f"below {len(tokens)}", f"got {id}", (f"tokenizer.ggml.{stop}_token_id", "u32", id))
     wrong("nested", "got 9", ("nested", "[[u32]]", [[1], [2]]))
-    cases.append((["general.name", "twice"], Gguf(file.keys + [("general.name", "str", "b")], file.tensors)))
-    cases.append((["zzz", "twice"], Gguf(file.keys + [("zzz", "u8", 1), ("zzz", "str", "b")], file.tensors)))
-    if base == "qwen":
+    cases.append((["general.name", "twice"], file.but(keys=file.keys + [("general.name", "str", "b")])))
+    cases.append((["zzz", "twice"], file.but(keys=file.keys + [("zzz", "u8", 1), ("zzz", "str", "b")])))
+    if base != "llama":
         wrong("tokenizer.ggml.pre", "'nonesuch'", ("tokenizer.ggml.pre", "str", "nonesuch"))
         wrong("merge 1", "'ab'", ("tokenizer.ggml.merges", "[str]", ["a b", "ab"]))
         wrong("tokenizer.ggml.merges", "array", ("tokenizer.ggml.merges", "[u32]", [1, 2]))
     fewer = [(k, t, v[:-1] if k.startswith("tokenizer.ggml.t") else v[:-1] if t == "[f32]" else v) for k, t, v in file.keys]
-    fewer = Gguf(fewer, file.tensors).plus(("tokenizer.ggml.eos_token_id", "u32", 0))
+    fewer = file.but(keys=fewer).plus(("tokenizer.ggml.eos_token_id", "u32", 0))
     cases.append((["pieces", len(tokens) - 1, len(tokens)], fewer))
-    broken(tmp_path, cases)
+    all_refused(tmp_path, cases, run_it)
+
+
+def test_flat_says_what_is_wrong(tmp_path):
+    file, cases = GGUFS["flat"], []
+    matrices, flat = numbers_of(file), [tensor for tensor in file.tensors if tensor[2] == FLAT]
+    first = {type: matrices[::7].index(type) for type in range(5)}  # the first matrix of each type
+
+    def changed(*cells):
+        """Other numbers of matrices: (type, place, value)"""
+        new = list(matrices)
+        for type, at, value in cells:
+            new[7 * first[type] + at] = value
+        return with_numbers(file, new)
+
+    for version in (0, 2):
+        cases.append((["run.flat.version", version], file.plus(("run.flat.version", "u32", version))))
+    for n in (0, 7, len(matrices) - 7, len(matrices) - 1, len(matrices) + 7):
+        cases.append((["run.flat.matrices"], with_numbers(file, (matrices * 2)[:n])))
+    cases.append((["run.flat.matrices"], file.plus(("run.flat.matrices", "str", "x"))))
+    cases.append((["run.flat.matrices"], file.without("run.flat.matrices")))
+    for type, at, value in [(3, 0, 5), (3, 0, -1), (3, 3, 24), (3, 3, 0), (4, 3, 16), (3, 4, 2), (3, 5, 1), (4, 5, 7),
+                            (3, 6, 2), (4, 6, -1), (0, 3, 77)]:  # fmt: skip
+        cases.append(([flat[first[type]][0], value], changed((type, at, value))))
+    for at in (1, 2):  # rows and columns: then the bytes do not suffice
+        cases.append(([flat[first[0]][0], len(flat[first[0]][3])], changed((0, at, 1234))))
+    cases.append(([flat[first[3]][0], 16], changed((3, 3, 16), (3, 6, 1))))  # minima need groups of 32
+    for name, dims, format, content in (flat[first[type]] for type in (0, 3, 4)):
+        n = len(content)
+        for size in (n - 1, n // 2, 0, n + 64):
+            cases.append(([name, size], file.plus((name, (size,), format, (content * 2)[:size]))))
+        for other in [(name, (n // 4,), 0, content), (name, (32, 1), 8, bytes(34)), (name, dims, 30, content * 2)]:
+            cases.append(([name], times(file, name, 0).plus(other)))
+    cases.append((["blk.0.attn_norm.weight"], file.plus(("blk.0.attn_norm.weight", (32,), 8, bytes(34)))))
+    cases.append((["token_embd.weight"], GGUFS["llama"].plus(("token_embd.weight", (8 * 34,), FLAT, bytes(8 * 34)))))
+    all_refused(tmp_path, cases, run_it)
 
 
 def test_names_in_messages_stay_on_one_line(tmp_path):
     """Whatever bytes they hold."""
-    file = BASES["llama"]
+    file, cases = GGUFS["llama"], []
     for name in ("a\nb", "a\0b", "\x1b[2J", "é" * 30, b"\xff\xfe"):
-        twice = Gguf(file.keys + [(name, "u8", 1)] * 2, file.tensors)
-        extra = file.plus((name, (4,), 0, bytes(16)))
-        broken(tmp_path, [(["twice"], twice), (["no place"], extra)])
+        cases.append((["twice"], file.but(keys=file.keys + [(name, "u8", 1)] * 2)))
+        cases.append((["no place"], file.plus((name, (4,), 0, bytes(16)))))
     for text in ("a\nb", "a\0b"):
-        broken(tmp_path, [(["architecture"], file.plus(("general.architecture", "str", text)))])
+        cases.append((["architecture"], file.plus(("general.architecture", "str", text))))
+    all_refused(tmp_path, cases, run_it)
 
 
-PEAK = """
-import resource, subprocess, sys
-print(subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
-
-
-def peak_memory(*arguments):
-    """Bytes of ./run with these arguments, which must succeed. A small process starts it, since the system counts the
-    memory of whoever starts a process as that process's own."""
-    command = [sys.executable, "-S", "-c", PEAK, ROOT / "run", *map(str, arguments)]
-    code, peak = subprocess.run(command, capture_output=True, check=True, timeout=60, text=True).stdout.split()
-    assert code == "0"
-    return int(peak) * (1 if sys.platform == "darwin" else 1024)
-
-
-@each_base
+@each_gguf
 def test_memory_of_tokenizer_does_not_grow_with_the_file(tmp_path, base):
     """3 GB, nearly all of it a hole."""
     path = tmp_path / "sparse.gguf"
-    path.write_bytes(BASES[base].data())
+    GGUFS[base].write(path)
     tokens = output("-m", "tokenize", path, "-i", "ab abc")
     os.truncate(path, 3 * 10**9)
     assert output("-m", "tokenize", path, "-i", "ab abc") == tokens
@@ -3267,7 +3044,7 @@ def test_memory_of_tokenizer_does_not_grow_with_the_file(tmp_path, base):
 )
 def test_strings_of_two_gigabytes(tmp_path, base, key, mode, words):
     """A length that is negative as an int. The string is the last in the file and runs over a hole."""
-    file, path = BASES[base], tmp_path / "sparse.gguf"
+    file, path = GGUFS[base], tmp_path / "sparse.gguf"
     last = next((entry for entry in file.keys if entry[0] == key), ("name", "u8", 1))
     file = Gguf(file.without(key).keys + [last])
     data = bytearray(file.data())
@@ -3279,11 +3056,85 @@ def test_strings_of_two_gigabytes(tmp_path, base, key, mode, words):
     refused(1, "-m", mode, path, "-i", "ab abc", naming=[path, *words])
 
 
-@pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="no ../shared/tokenizers")
-def test_vocabulary_without_a_model():
-    path = TOKENIZERS / "ggml-vocab-gpt-2.gguf"
-    assert b"50257 pieces" in output(path, "-m", "info")
-    refused(1, path, "-i", "a", naming=[path])
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_sanitizers_find_nothing_in_ordinary_use(small, tmp_path, version):
+    """Leaks included."""
+    (tmp_path / "text").write_bytes(TEXT)
+    for tied in [True, False]:
+        model = small.random(version, tied)
+        for flags in [
+            ["-n", 40, "-i", "the cat", "--stop", "zz", "--stats"],
+            ["-n", 64, "-k", 5, "--min-p", "0.01", "--repeat-penalty", "1.1", "--chunk", 7, "-f", tmp_path / "empty"],
+            ["-m", "info"],
+            ["-m", "perplexity", "-f", tmp_path / "text", "--window", 32, "--stride", 8],
+            ["-m", "tokenize", "-f", tmp_path / "text"],
+        ]:
+            (tmp_path / "empty").write_bytes(b"")
+            sound(*small.arguments(model, *flags))
+
+
+# ---- real models ----
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_quantised_gguf_tells_a_story(name):
+    told = output(MODELS / f"stories260K.{name}.gguf", "-t", 0, "-n", 199).decode()  # valid UTF-8
+    assert told.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the ")
+    words = told.split()
+    assert len(words) > 90 and len(set(words)) > 45 and told.count("Lily") >= 3
+
+
+SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct.q4_1.gguf"
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2.exists(), reason="no SmolLM2: make smollm2")
+
+
+@functools.cache
+def smollm2_file():
+    return gguf.GGUFReader(SMOLLM2)
+
+
+@needs_smollm2
+def test_smollm2_knows_france():
+    assert b"Paris" in output(SMOLLM2, "-i", "The capital of France is", "-t", 0, "-n", 5)
+
+
+# Thirty layers of activations rounded to int8: where engine and oracle round one value apart (see INT8_WORST), what
+# follows differs by as much as rounding itself changes it. The oracle feels that as well: embeddings that are wrong by a
+# millionth move its own logits by 0.026 of
+# the rms in the typical row and 0.07 in the worst; engine and oracle are 0.025 and 0.06 apart. So a logit is right to about
+# 0.2, the difference of two to 0.3, and a margin of three times that cannot be noise.
+SMOLLM2_TOLERANCE = 1.0
+SMOLLM2_TEXT = """The capital of France is Paris. It lies on the river Seine, and about two million people live there.
+In the year 1889 the Eiffel Tower was built for a fair; many people did not like it then, but today it is what everybody
+wants to see first, and few who come to the city go home without a photograph of it."""
+
+
+@needs_smollm2
+def test_smollm2_equals_oracle(engine):
+    file = smollm2_file()
+    tensors = {t.name: t for t in file.tensors}
+
+    def number(key):
+        return file.fields[f"llama.{key}"].parts[-1][0].item()
+
+    heads = number("attention.head_count")
+    net = Net("llama", "", number("embedding_length"), 0, heads, number("attention.head_count_kv"),
+              number("embedding_length") // heads, "output.weight" not in tensors, 0, number("block_count"),
+              eps=number("attention.layer_norm_rms_epsilon"), base=number("rope.freq_base"))  # fmt: skip
+
+    def stored(name):
+        t = tensors.get(name)
+        return t and (dequantise(t.tensor_type.name, t.data), ROUNDING.get(t.tensor_type.name))
+
+    ids = output("-m", "tokenize", SMOLLM2, "-i", SMOLLM2_TEXT).split()[:64]
+    tokens = np.array(list(map(int, ids)), i32)
+    assert len(tokens) == 64
+    got, want = engine().logits(SMOLLM2, tokens, threads=2), oracle(net, stored, tokens)
+    best = np.sort(want, 1)[:, -2:]
+    sure = best[:, 1] - best[:, 0] > SMOLLM2_TOLERANCE
+    assert (got.argmax(1) == want.argmax(1))[sure].all() and sure.sum() > 32
+    assert row_errors(got, want).max() < INT8_WORST
 
 
 # ---- threads, contexts, and the Makefile ----
@@ -3332,14 +3183,6 @@ def test_default_context(small):
     refused(1, *small.arguments(model, "-i", "q" * 4100), naming=[4102, 4096])
 
 
-def test_info_counts_padded_values(small):
-    """head_dim 8: a value takes 16 floats, a key 8."""
-    shown = output(small.random(), "-m", "info").decode()
-    per_token = 2 * 2 * (8 + 16) * 4  # layers, kv heads
-    assert re.search(r"head_dim\s+8\b", shown)
-    assert f"{per_token} bytes per token" in shown and f"{per_token * 64 / 2**20:.1f} MiB" in shown
-
-
 @pytest.mark.parametrize("rejected", [[], ["-march=native"], ["-fopenmp"], ["-fopenmp", "-march=native"]], ids=str)
 def test_makefile_leaves_out_what_the_compiler_rejects(tmp_path, rejected):
     """A compiler that takes everything else."""
@@ -3371,31 +3214,18 @@ def spelled(data):
     return "".join(SPELLING[b] for b in data)
 
 
-def gguf_value(value):
-    """(type, bytes) of a bool, int, float, string or list of these."""
-    if isinstance(value, bool):
-        return 7, struct.pack("<?", value)
-    if isinstance(value, int):
-        return 5, struct.pack("<i", value)
-    if isinstance(value, float):
-        return 6, struct.pack("<f", value)
-    if isinstance(value, (str, bytes)):
-        value = value.encode() if isinstance(value, str) else value
-        return 8, struct.pack("<Q", len(value)) + value
-    kinds, elements = zip(*map(gguf_value, value)) if value else ((8,), ())
-    return 9, struct.pack("<IQ", kinds[0], len(value)) + b"".join(elements)
+def kind_of(value):
+    """The type that a key of this value gets, as in SCALARS."""
+    if isinstance(value, list):
+        return f"[{kind_of(value[0]) if value else 'str'}]"
+    return {bool: "bool", int: "i32", float: "f32"}.get(type(value), "str")
 
 
-def write_vocabulary(path, **keys):
+def write_vocabulary(path, chat_template=None, **keys):
     """A GGUF file without tensors. Keys are those of tokenizer.ggml; None: the file does not have it."""
-    keys = {f"tokenizer.ggml.{name}": value for name, value in keys.items() if value is not None}
-    keys = {"general.architecture": "llama"} | keys
-    parts = [b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys))]
-    for name, value in keys.items():
-        kind, data = gguf_value(value)
-        parts.append(gguf_value(name)[1] + struct.pack("<I", kind) + data)
-    path.write_bytes(b"".join(parts))
-    return path
+    keys = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    keys = {"general.architecture": "llama"} | keys | {"tokenizer.chat_template": chat_template}
+    return Gguf([(name, kind_of(value), value) for name, value in keys.items() if value is not None]).write(path)
 
 
 def write_byte_level(path, pieces, merges=(), types=None, **keys):
@@ -3411,12 +3241,6 @@ def write_sentencepiece(path, pieces, scores, types, **keys):
     return write_vocabulary(
         path, model="llama", tokens=tokens, scores=list(map(float, scores)), token_type=types, **keys
     )
-
-
-def gguf_tokenizer(library, path):
-    tokenizer = library.tokenizer(path)
-    tokenizer.longest = 1024
-    return tokenizer
 
 
 def ids_of(path, text, *flags):
@@ -3440,28 +3264,20 @@ def real_path(name):
     return TOKENIZERS / f"ggml-vocab-{name}.gguf"
 
 
-def real_strings(name):
-    known = TOKENIZERS / f"ggml-vocab-{REAL[name][2]}.gguf"
-    texts = Path(f"{known}.inp").read_bytes().split(b"\n__ggml_vocab_test__\n")[:-1]
-    ids = [list(map(int, line.split())) for line in Path(f"{known}.out").read_text().split("\n")[:-1]]
-    assert len(texts) == len(ids) == 46
-    return zip(texts, ids)
-
-
 @pytest.fixture(scope="session")
 def real(library):
-    return functools.cache(lambda name: gguf_tokenizer(library, real_path(name)))
+    return functools.cache(lambda name: library.tokenizer(real_path(name)))
 
 
 @needs_tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_known_ids_of_gguf(real, name, tmp_path):
     tokenizer, bos = real(name), REAL[name][3]
-    for i, (text, ids) in enumerate(real_strings(name)):
+    for i, (text, ids) in enumerate(strings_of(REAL[name][2])):
         assert tokenizer.encode(text, bos=False) == ids, text
         prefix = [] if bos is None else [bos]
         assert tokenizer.decode(prefix + ids) == text
-        if i % 6 == 5:
+        if i % 15 == 5:
             (tmp_path / "text").write_bytes(text)
             tokenize = real_path(name), "-m", "tokenize", "-f", tmp_path / "text"
             assert list(map(int, output(*tokenize).split())) == prefix + ids
@@ -3493,20 +3309,10 @@ def test_real_vocabularies_give_every_text_back(real, text):
 
 @needs_tokenizers
 @pytest.mark.parametrize("name", ["gpt-2", "llama-bpe.rebuilt", "qwen3.rebuilt"])
-@pytest.mark.parametrize("kind", ["words", "one letter", "spaces", "newlines", "angles", "symbols", "bytes"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_megabyte_of_gguf(real, name, kind):
     """Quadratic merges or words would take hours."""
-    choice = random.Random(1).choice
-    text = {
-        "words": lambda: "".join(choice("etaoinshrdlu    ,.\n'") for _ in range(1_000_000)).encode(),
-        "one letter": lambda: b"a" * 1_000_000,
-        "spaces": lambda: b" " * 1_000_000,
-        "newlines": lambda: b"\n " * 500_000,
-        "angles": lambda: b"<|" * 500_000,
-        "symbols": lambda: "".join(choice("😀日é+\u0301") for _ in range(350_000)).encode(),
-        "bytes": lambda: random.Random(1).randbytes(1_000_000),
-    }[kind]()
-    assert real(name).decode(real(name).encode(text, bos=False)) == text
+    assert real(name).decode(real(name).encode(megabyte(kind), bos=False)) == megabyte(kind)
 
 
 # ---- pre-tokenizers against the regular expressions that define them ----
@@ -3674,7 +3480,7 @@ def right_ids(seed, patterns, whole_words):
 @pytest.mark.parametrize("pre", PATTERNS)
 def test_pre_tokenizer(library, tmp_path, pre, seed):
     pieces, merges, _ = random_vocabulary(seed)
-    tokenizer = gguf_tokenizer(library, write_byte_level(tmp_path / "v.gguf", pieces, merges, pre=pre))
+    tokenizer = library.tokenizer(write_byte_level(tmp_path / "v.gguf", pieces, merges, pre=pre))
     right = right_ids(seed, PATTERNS[pre], pre in WHOLE_WORDS)
     wrong = []
     for text, ids in zip(random_texts(), right):
@@ -3731,9 +3537,6 @@ def test_the_texts_see_wrong_patterns(pre):
     assert unseen == []
 
 
-# ---- the table of Unicode classes ----
-
-
 def test_unicode_table_is_what_export_prints():
     source = (ROOT / "run.c").read_text()
     version = re.search(r"`export.py --unicode-classes` from Unicode ([\d.]+\d)", source)[1]
@@ -3766,7 +3569,7 @@ def test_byte_level_gives_every_text_back(library, scratch, text, pre):
     path = scratch / f"round-{pre}.gguf"
     if not path.exists():
         write_byte_level(path, *random_vocabulary(2)[:2], pre=pre)
-    tokenizer = gguf_tokenizer(library, path)
+    tokenizer = library.tokenizer(path)
     ids = tokenizer.encode(text, bos=False)
     assert tokenizer.decode(ids) == text
     assert ids == random_vocabulary(2)[2].encode(text, PATTERNS[pre], pre in WHOLE_WORDS)
@@ -3783,7 +3586,7 @@ def merge_lists(draw):
 @given(merges=merge_lists(), texts=st.lists(st.text("ab' ", max_size=24).map(str.encode), min_size=3, max_size=6))
 def test_merges_equal_reference(library, scratch, merges, texts):
     pieces = [*dict.fromkeys([*ALL_BYTES, *(text for a, b in merges for text in (a, b, a + b))])]
-    tokenizer = gguf_tokenizer(library, write_byte_level(scratch / "merges.gguf", pieces, merges, pre="gpt-2"))
+    tokenizer = library.tokenizer(write_byte_level(scratch / "merges.gguf", pieces, merges, pre="gpt-2"))
     reference = ByteLevel(pieces, merges)
     for text in texts:
         assert tokenizer.encode(text, bos=False) == reference.encode(text, PATTERNS["gpt-2"])
@@ -3793,23 +3596,18 @@ def test_merges_equal_reference(library, scratch, merges, texts):
 def test_whole_words(library, tmp_path, pre):
     pieces = [*ALL_BYTES, b" word", b" w", "日本".encode()]
     path = write_byte_level(tmp_path / "v.gguf", pieces, [(b" ", b"w")], pre=pre)
-    encode = functools.partial(gguf_tokenizer(library, path).encode, bos=False)
+    encode = functools.partial(library.tokenizer(path).encode, bos=False)
     cut, japan = [257, *b"ord"], list("日本".encode())
     assert encode(b" word") == ([256] if pre in WHOLE_WORDS else cut)
     assert encode("日本".encode()) == ([258] if pre in WHOLE_WORDS else japan)
     assert encode(b" words") == cut + [*b"s"]
 
 
-def test_of_equal_merges_the_first_counts(library, tmp_path):
-    merges = [(b"a", b"b"), (b"b", b"c"), (b"a", b"b")]
+def test_merges_listed_twice_or_without_product(library, tmp_path):
+    """Of equals the first counts. What a merge would make but is no piece stays bytes: as with llama.cpp no text is lost."""
+    merges = [(b"a", b"b"), (b"b", b"c"), (b"a", b"b"), (b"c", b"d")]
     path = write_byte_level(tmp_path / "v.gguf", [*ALL_BYTES, b"ab", b"bc"], merges, pre="gpt-2")
-    assert gguf_tokenizer(library, path).encode(b"abc", bos=False) == [256, *b"c"]
-
-
-def test_merge_without_its_product(library, tmp_path):
-    """No text is lost, as with llama.cpp: the bytes stand for it."""
-    path = write_byte_level(tmp_path / "v.gguf", ALL_BYTES, [(b"a", b"b"), (b"c", b"d")], pre="gpt-2")
-    assert gguf_tokenizer(library, path).encode(b"xabcdx", bos=False) == list(b"xabcdx")
+    assert library.tokenizer(path).encode(b"abcd", bos=False) == [256, *b"cd"]
 
 
 def test_pre_tokenizer_unknown(tmp_path):
@@ -3821,31 +3619,31 @@ def test_pre_tokenizer_unknown(tmp_path):
         refused(1, write_byte_level(path, ALL_BYTES, pre=pre), "-m", "info", naming=[f"'{pre}'"])
 
 
-def test_tokenizer_unknown(tmp_path):
-    path = write_vocabulary(tmp_path / "v.gguf", model="bert", tokens=["a", "b"])
-    refused(1, path, "-m", "tokenize", "-i", "a", naming=[path, "tokenizer.ggml.model", "'bert'"])
-
-
 @pytest.mark.parametrize("pre", [None, ""])
 def test_no_pre_tokenizer_is_the_default(library, tmp_path, pre):
     pieces, merges, _ = random_vocabulary(1)
-    tokenizer = gguf_tokenizer(library, write_byte_level(tmp_path / "v.gguf", pieces, merges, pre=pre))
+    tokenizer = library.tokenizer(write_byte_level(tmp_path / "v.gguf", pieces, merges, pre=pre))
     right = right_ids(1, PATTERNS["default"], False)
     assert [tokenizer.encode(text, bos=False) for text in random_texts()[:500]] == right[:500]
 
 
 @pytest.mark.parametrize("add_bos", [None, True, False])
-@pytest.mark.parametrize("pre", PATTERNS)
+@pytest.mark.parametrize("pre", [*PATTERNS, "sentencepiece"])
 def test_bos(tmp_path, pre, add_bos):
-    types = [NORMAL] * 256 + [CONTROL]
-    keys = dict(pre=pre, add_bos_token=add_bos)
-    path = write_byte_level(tmp_path / "v.gguf", ALL_BYTES + [b"<s>"], types=types, bos_token_id=256, **keys)
-    added = add_bos if add_bos is not None else pre in ["llama-bpe", "tekken"]
-    assert ids_of(path, "a") == [256] * added + [97]
-    assert ids_of(path, "") == [256] * added
-    assert ids_of(path, "a", "--no-bos") == [97]
-    write_byte_level(path, ALL_BYTES + [b"<s>"], types=types, **keys)
-    assert ids_of(path, "a") == [97]  # no id, no BOS
+    added, path = add_bos if add_bos is not None else pre in ["llama-bpe", "tekken", "sentencepiece"], tmp_path / "v.gguf"
+    if pre == "sentencepiece":
+        write = functools.partial(write_sentencepiece, path, PIECES, SCORES, SMALL_TYPES, add_bos_token=add_bos)
+        a, bos, without = SMALL.encode(b"a", bos=False), 2, [BOS] * added  # without an id it is 1
+    else:
+        types = [NORMAL] * 256 + [CONTROL]
+        write = functools.partial(write_byte_level, path, ALL_BYTES + [b"<s>"], (), types, pre=pre, add_bos_token=add_bos)
+        a, bos, without = [97], 256, []
+    write(bos_token_id=bos)
+    assert ids_of(path, "a") == [bos] * added + a
+    assert ids_of(path, "") == [bos] * added
+    assert ids_of(path, "a", "--no-bos") == a
+    write()
+    assert ids_of(path, "a") == without + a
 
 
 # ---- special pieces in a text ----
@@ -3868,7 +3666,7 @@ def test_special_pieces(library, tmp_path, byte_level):
         keys = dict(scores=SCORES + [0.0] * len(specials), types=SMALL_TYPES + types, bos_token_id=0)
         write_sentencepiece(path, PIECES + specials, **keys)
     id = {piece: (256 if byte_level else V) + i for i, piece in enumerate(specials)}
-    tokenizer = gguf_tokenizer(library, path)
+    tokenizer = library.tokenizer(path)
 
     def ids(parts, found):
         plain = list if byte_level else functools.partial(SMALL.encode, bos=False)
@@ -3920,7 +3718,7 @@ def test_sentencepiece_equals_reference(library, scratch, text):
     path = scratch / "small.gguf"
     if not path.exists():
         write_sentencepiece(path, PIECES, SCORES, SMALL_TYPES)
-    tokenizer = gguf_tokenizer(library, path)
+    tokenizer = library.tokenizer(path)
     ids = tokenizer.encode(text)
     assert ids == SMALL.encode(text)
     assert tokenizer.decode(ids) == text
@@ -3928,11 +3726,11 @@ def test_sentencepiece_equals_reference(library, scratch, text):
 
 def test_u2581_is_a_space(library, tmp_path):
     """In a sentencepiece-style vocabulary; elsewhere it is a character like any other."""
-    encode = gguf_tokenizer(library, write_sentencepiece(tmp_path / "s.gguf", PIECES, SCORES, SMALL_TYPES)).encode
+    encode = library.tokenizer(write_sentencepiece(tmp_path / "s.gguf", PIECES, SCORES, SMALL_TYPES)).encode
     for text in ["\u2581the\u2581cat", "a \u2581b", "\u2581", "\u2581\u2581", "\u2580\u2582\u2581a"]:
         assert encode(text.encode()) == SMALL.encode(text.replace("\u2581", " ").encode())
     assert encode(b"\xe2\x96") == SMALL.encode(b"\xe2\x96")
-    tokenizer = gguf_tokenizer(library, write_byte_level(tmp_path / "b.gguf", ALL_BYTES, pre="gpt-2"))
+    tokenizer = library.tokenizer(write_byte_level(tmp_path / "b.gguf", ALL_BYTES, pre="gpt-2"))
     assert tokenizer.encode("a\u2581b".encode(), bos=False) == list("a\u2581b".encode())
 
 
@@ -3940,7 +3738,7 @@ def test_u2581_is_a_space(library, tmp_path):
 def test_space_prefix(library, tmp_path, add_space_prefix):
     keys = dict(add_space_prefix=add_space_prefix)
     path = write_sentencepiece(tmp_path / "v.gguf", PIECES, SCORES, SMALL_TYPES, **keys)
-    tokenizer, the = gguf_tokenizer(library, path), SMALL.text[b"the"]
+    tokenizer, the = library.tokenizer(path), SMALL.text[b"the"]
     ids = tokenizer.encode(b"the cat")
     space = [SMALL.text[b" the"]] if add_space_prefix is not False else [the]
     assert ids == [BOS, *space, SMALL.text[b" cat"]] == ids_of(path, "the cat")
@@ -3949,22 +3747,11 @@ def test_space_prefix(library, tmp_path, add_space_prefix):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("add_bos", [None, True, False])
-def test_bos_of_sentencepiece(tmp_path, add_bos):
-    keys = dict(add_bos_token=add_bos)
-    path = write_sentencepiece(tmp_path / "v.gguf", PIECES, SCORES, SMALL_TYPES, **keys)
-    rest = SMALL.encode(b"cat", bos=False)
-    assert ids_of(path, "cat") == [BOS] * (add_bos is not False) + rest
-    write_sentencepiece(path, PIECES, SCORES, SMALL_TYPES, bos_token_id=2, **keys)
-    assert ids_of(path, "cat") == [2] * (add_bos is not False) + rest
-
-
 def test_bytes_and_unknown_of_sentencepiece(library, tmp_path):
     """A vocabulary without byte pieces gives the unknown piece for each byte that it cannot write."""
     path = write_sentencepiece(tmp_path / "v.gguf", PIECES, SCORES, SMALL_TYPES)
-    a, space = SMALL.text[b"a"], SMALL.text[b" "]
-    assert gguf_tokenizer(library, path).encode("añ".encode())[-2:] == [3 + 0xC3, 3 + 0xB1]
-    assert gguf_tokenizer(library, path).encode(b"a<0x41>")[-1] != 3 + 0x41  # no text is a byte piece
+    assert library.tokenizer(path).encode("añ".encode())[-2:] == [3 + 0xC3, 3 + 0xB1]
+    assert library.tokenizer(path).encode(b"a<0x41>")[-1] != 3 + 0x41  # no text is a byte piece
     pieces = SPECIAL + [b"a", b" "]
     for unknown in [None, 0, 2]:
         keys = dict(unknown_token_id=unknown, add_space_prefix=False)
@@ -4058,39 +3845,14 @@ int main(int argc, char **argv) {
 }
 """
 
-#            columns and bytes of a block, where it has scales and minima as halves
-ARM_FORMATS = {
-    2: (32, 18, [0]), 3: (32, 20, [0, 2]), 6: (32, 22, [0]), 7: (32, 24, [0, 2]), 8: (32, 34, [0]),
-    12: (256, 144, [0, 2]), 13: (256, 176, [0, 2]), 14: (256, 210, [208]),
-}  # fmt: skip
-
-
 def arm_operands():
-    """The driver's first file: a product for each format and shape, and for llama2.c's int8."""
-    rng, out = np.random.default_rng(6), b""
-
-    def add(format, group, w, scales, rows, cols, n):
-        nonlocal out
-        x = (rng.standard_normal((n, cols)) * np.exp(rng.standard_normal((n, 1)))).astype(f32)
-        x[0, :32] = 0
-        header = struct.pack("<7i", format, group, rows, cols, n, len(w), len(scales))
-        out += header + w + scales + x.tobytes()
-
-    for rows, cols, n in [(1, 256, 1), (33, 512, 5), (17, 256, 13), (50, 768, 2)]:
-        w = rng.standard_normal((rows, cols)).astype(f32)
-        add(0, 0, w.tobytes(), b"", rows, cols, n)
-        halves = (w * np.exp2(rng.integers(-26, 8, w.shape))).astype(np.float16)  # many are subnormal, some zero
-        add(1, 0, halves.tobytes(), b"", rows, cols, n)
-        add(30, 0, (w.view(np.uint32) >> 16).astype("<u2").tobytes(), b"", rows, cols, n)
-        for format, (columns, size, at) in ARM_FORMATS.items():
-            blocks = rng.integers(0, 256, (rows * cols // columns, size)).astype(u8)
-            for offset in at:
-                blocks[:, offset : offset + 2] = rng.normal(0, 0.1, (len(blocks), 1)).astype("<f2").view(u8)
-            add(format, 0, blocks.tobytes(), b"", rows, cols, n)
-        for group in (16, 32, 64):
-            q = rng.integers(-128, 128, rows * cols).astype(np.int8)
-            scales = rng.normal(0, 0.01, rows * cols // group).astype(f32)
-            add(0, group, q.tobytes(), scales.tobytes(), rows, cols, n)
+    """The driver's first file: products of each format, and of llama2.c's int8."""
+    out = b""
+    for kind in [*FORMATS, 16, 32, 64]:
+        for w, scale, x in [*operands(kind)][-4:]:
+            group, scales = (0, b"") if scale is None else (kind, scale.tobytes())
+            out += struct.pack("<7i", FORMATS.get(kind, 0), group, len(w), x.shape[1], len(x), w.nbytes, len(scales))
+            out += w.tobytes() + scales + x.tobytes()
     return out
 
 
@@ -4106,21 +3868,21 @@ def test_arm_gives_the_same_bits(case, tmp_path):
     models = [case("even", 0).path, case("ragged", 2).path, case("pairs", 1).path]
     models += [MODELS / f"stories260K.{kind}.gguf" for kind in ("f16", "q4_0") if MODELS.is_dir()]
     builds = {
-        "native": ["gcc", "-march=native"],
+        "native": ["gcc", ROOT / "build" / "run.so"],
         "neon": [cross, "-static", "-march=armv8.2-a+dotprod"],
         "plain": [cross, "-static"],  # ARM without dot products takes the kernels in plain C
     }
-    flags = "-O3 -std=gnu11 -ffp-contract=off -fopenmp -Wall -Wextra -Wshadow -Wvla -Werror -DRUN_LIBRARY".split()
+    flags = "-O2 -std=gnu11 -ffp-contract=off -fopenmp -Wall -Wextra -Wshadow -Wvla -Werror".split()
 
     def answer(name):
-        program = tmp_path / name
-        subprocess.run([*builds[name], *flags, "-o", program, tmp_path / "driver.c", ROOT / "run.c", "-lm"], check=True)
-        emulator = [] if name == "native" else [qemu]
-        arguments = [tmp_path / "operands", LLAMA2, tmp_path / "text", *models]
-        return subprocess.run([*emulator, program, *arguments], stdout=subprocess.PIPE, check=True, timeout=300).stdout
+        program, native = tmp_path / name, name == "native"
+        sources = [tmp_path / "driver.c"] + [ROOT / "testdata" / "library.c"] * (not native)
+        subprocess.run([builds[name][0], *flags, "-o", program, *sources, *builds[name][1:], "-lm"], check=True)
+        command = [*([] if native else [qemu]), program, tmp_path / "operands", LLAMA2, tmp_path / "text", *models]
+        return subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=PATIENCE).stdout
 
     native, *others = map(answer, builds)
-    assert len(native) > 4 * (50 * 768 * 2 * 11 + 40 * 131)
+    assert len(native) > 4 * (14 * 20 * 50 + 40 * 131)
     assert [answered == native for answered in others] == [True, True]
 
 
@@ -4130,16 +3892,35 @@ def test_arm_gives_the_same_bits(case, tmp_path):
 # The models are tiny and random; where run.c opens both sides of a conversion that keeps the types, logits are equal to
 # the bit.
 
-gguf_library = pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="no Python library gguf")
 EXPORT = ROOT / "export.py"
 
 
+@functools.cache
+def exporter():
+    spec = importlib.util.spec_from_file_location("export", EXPORT)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
 def export(*arguments, code=0, naming=()):
-    """export.py with these arguments: what it says on standard error. A failure is one line and leaves nothing."""
-    result = subprocess.run([sys.executable, EXPORT, *map(str, arguments)], capture_output=True, timeout=120)
-    message = result.stderr.decode()
-    assert result.returncode == code, message
-    assert not result.stdout
+    """export.py with these arguments, in this process, which saves its start: what it says on standard error. A failure
+    is one line and leaves nothing."""
+    said, printed, got = io.StringIO(), io.StringIO(), 0
+    command, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    sys.argv = ["export.py", *map(str, arguments)]
+    try:
+        with redirect_stderr(said), redirect_stdout(printed):
+            exporter().main()
+    except SystemExit as end:
+        got = end.code if isinstance(end.code, int) else 1
+        said.write("" if isinstance(end.code, int) else f"{end.code}\n")
+    finally:
+        sys.argv = command
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    message = said.getvalue()
+    assert got == code, message
+    assert not printed.getvalue()
     for word in naming:
         assert str(word) in message, message
     if code == 1:
@@ -4151,72 +3932,55 @@ def export(*arguments, code=0, naming=()):
 
 
 class Flat:
-    """Version 3 as doc/formats.md describes it. tensors: {(kind, layer): float32 array}; entries: their table."""
+    """A flat checkpoint, read as doc/formats.md describes it. keys: {key: value}; matrices: {name: what run.flat.matrices
+    says of it}; tensors: {name: float32 array}; scales: {name: float32 [rows, groups]}."""
 
     def __init__(self, path):
-        data = self.data = path.read_bytes()
-        magic, version, size, n, flags, table, self.tokenizer_at = struct.unpack_from("<IIQIIQQ", data)
-        assert (magic, version, size, len(data) % 64) == (0x616B3432, 3, len(data), 0)
-        self.tied, self.has_tokenizer = bool(flags & 1), bool(flags & 2)
-        names = "dim hidden_dim n_layers n_heads n_kv_heads head_dim vocab_size n_ctx window scaling rope_n_ctx"
-        self.config = dict(zip(names.split(), struct.unpack_from("<11i", data, 40)))
-        self.eps, self.base, self.factor = struct.unpack_from("<fdd", data, 84)
-        self.name = data[104:192].rstrip(b"\0").decode()
-        assert not any(data[192:256])
-        self.entries, self.tensors, ends = {}, {}, [(0, 256), (table, table + 64 * n)]
-        for i in range(n):
-            entry = struct.unpack_from("<IiIiiiIiQQQQ", data, table + 64 * i)
-            assert entry[:2] not in self.entries and entry[11] == 0
-            self.entries[entry[:2]] = entry
-            self.tensors[entry[:2]] = self.matrix(entry, ends)
-        for (_, end), (begin, _) in zip(sorted(ends), sorted(ends)[1:]):
-            assert begin >= end and begin % 64 == 0
+        reader = gguf.GGUFReader(path)
+        self.keys = {name: field.contents() for name, field in reader.fields.items()}
+        assert (self.keys["general.alignment"], self.keys["run.flat.version"]) == (64, 1)
+        matrices = iter(np.reshape(self.keys["run.flat.matrices"], (-1, 7)).tolist())
+        self.matrices, self.tensors, self.scales = {}, {}, {}
+        for tensor in reader.tensors:
+            assert tensor.data_offset % 64 == 0 and len(tensor.shape) == 1
+            if tensor.tensor_type == gguf.GGMLQuantizationType.I8:
+                self.matrices[tensor.name] = next(matrices)
+                self.tensors[tensor.name] = self.matrix(tensor.name, tensor.data.tobytes(), *self.matrices[tensor.name])
+            else:
+                assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
+                self.tensors[tensor.name] = np.array(tensor.data)
+        assert next(matrices, None) is None
 
-    def array(self, at, dtype, *shape):
-        return np.frombuffer(self.data, dtype, math.prod(shape), at).reshape(shape)
+    def matrix(self, name, data, type, rows, cols, group, half, zero, has_minima):
+        n, at = -(-rows // 16), 0
 
-    def matrix(self, entry, ends):
-        kind, _, type, rows, cols, group, half, zero, at, scales_at, mins_at, _ = entry
-        if kind in (2, 3, 4) or kind >= 12:
-            assert (type, rows) == (0, 1)
-            ends.append((at, at + 4 * cols))
-            return self.array(at, "<f4", cols)
-        n, per_step = -(-rows // 16), [1, 2, 2, 4, 8][type]
-        ends.append((at, at + n * cols // per_step * 64))
-        steps = self.array(at, np.uint8, n, cols // per_step, 16, 4).swapaxes(1, 2).reshape(n * 16, -1, 4)
+        def part(dtype, steps, columns):  # [panel][step][row] of a few columns becomes [rows of all panels, columns]
+            nonlocal at
+            begin = -(-at // 64) * 64
+            cells = np.frombuffer(data, dtype, n * steps * 16 * columns, begin).reshape(n, steps, 16, columns)
+            at = begin + cells.nbytes
+            return cells.swapaxes(1, 2).reshape(n * 16, -1)
+
+        columns = [1, 2, 2, 4, 8][type]
+        q = part(["<f4", "<f2", "<u2", "i1", "u1"][type], cols // columns, columns if type < 4 else 4)
         if type == 4:
-            q = np.concatenate([steps & 15, steps >> 4], 2)
-        else:
-            q = np.ascontiguousarray(steps).view(["<f4", "<f2", "<u2", "i1"][type])
-        q = q.reshape(n * 16, cols)
+            q = q.reshape(n * 16, -1, 4)
+            q = np.concatenate([q & 15, q >> 4], 2).reshape(n * 16, cols)
         assert not q[rows:].any()
-        if type == 2:
-            return (q[:rows].astype(np.uint32) << 16).view(f32)
-        w = q[:rows].astype(f32)
+        w = (q[:rows].astype(np.uint32) << 16).view(f32) if type == 2 else q[:rows].astype(f32)
         if group:
-            dtype, lanes = "<f2" if half else "<f4", (n, cols // group, 16)
-            w -= zero
-            for place, combine in ((scales_at, np.multiply), (mins_at, np.add)):
-                if place:
-                    ends.append((place, place + math.prod(lanes) * (2 if half else 4)))
-                    each = self.array(place, dtype, *lanes).swapaxes(1, 2).reshape(n * 16, -1)[:rows]
-                    w = combine(w, np.repeat(each.astype(f32), group, 1))
+            lanes = [part("<f2" if half else "<f4", cols // group, 1) for _ in range(1 + has_minima)]
+            scale, *minimum = [each[:rows].astype(f32) for each in lanes]
+            self.scales[name] = scale
+            w = (w - zero) * np.repeat(scale, group, 1)
+            w = w + np.repeat(minimum[0], group, 1) if minimum else w
+        assert at == len(data)
         return w
 
-    def tokenizer(self):
-        at = self.tokenizer_at
-        keys = "model flags bos unknown n_pieces n_merges n_stops n_bytes n_pre n_chat".split()
-        t = dict(zip(keys, struct.unpack_from("<IIiiIIIIII", self.data, at)))
-        at += 40
-        lengths = [("stops", "<i4", t["n_stops"]), ("scores", "<f4", t["n_pieces"]), ("types", "u1", t["n_pieces"])]
-        lengths += [("lengths", "<u4", t["n_pieces"]), ("merges", "<i4", 2 * t["n_merges"])]
-        for key, dtype, n in lengths:
-            t[key] = self.array(at, dtype, n).tolist()
-            at += n * np.dtype(dtype).itemsize
-        cuts = np.cumsum([at, *t["lengths"], t["n_pre"], t["n_chat"]])
-        parts = [self.data[a:b] for a, b in zip(cuts, cuts[1:])]
-        assert sum(t["lengths"]) == t["n_bytes"]
-        return t | dict(pieces=parts[:-2], pre=parts[-2].decode(), chat=parts[-1].decode())
+    def stops(self):
+        """Ids that end a text."""
+        known = [self.keys.get(f"tokenizer.ggml.{name}_token_id", -1) for name in ("eos", "eot", "eom")]
+        return sorted({id for id in known if id >= 0} | set(self.keys.get("run.tokenizer.stop_ids", [])))
 
 
 # ---- tiny Hugging Face directories
@@ -4246,11 +4010,13 @@ def read_safetensors(path):
 
 ALL_TYPES = ["float32", "float16", "bfloat16"]
 NAMES = {
-    5: "self_attn.q_proj.weight", 6: "self_attn.k_proj.weight", 7: "self_attn.v_proj.weight",
-    8: "self_attn.o_proj.weight", 9: "mlp.gate_proj.weight", 10: "mlp.up_proj.weight", 11: "mlp.down_proj.weight",
-    3: "input_layernorm.weight", 4: "post_attention_layernorm.weight", 12: "self_attn.q_proj.bias",
-    13: "self_attn.k_proj.bias", 14: "self_attn.v_proj.bias", 16: "self_attn.q_norm.weight",
-    17: "self_attn.k_norm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight", "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight", "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias", "attn_v.bias": "self_attn.v_proj.bias",
+    "attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight",
 }  # fmt: skip
 
 
@@ -4268,14 +4034,15 @@ def hf_tensors(c, dtype="float32"):
     rng, dim, hidden = np.random.default_rng(3), c["hidden_size"], c["intermediate_size"]
     head_dim = c.get("head_dim", dim // c["num_attention_heads"])
     q, kv, arch = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim, c["architectures"][0]
-    shapes = {5: (q, dim), 6: (kv, dim), 7: (kv, dim), 8: (dim, q), 9: (hidden, dim), 10: (hidden, dim)}
-    shapes |= {11: (dim, hidden), 3: (dim,), 4: (dim,)}
-    shapes |= {12: (q,), 13: (kv,), 14: (kv,)} if arch.startswith("Qwen2") else {}
-    shapes |= {16: (head_dim,), 17: (head_dim,)} if arch.startswith("Qwen3") else {}
+    shapes = dict(attn_q=(q, dim), attn_k=(kv, dim), attn_v=(kv, dim), attn_output=(dim, q), ffn_gate=(hidden, dim),
+                  ffn_up=(hidden, dim), ffn_down=(dim, hidden), attn_norm=(dim,), ffn_norm=(dim,))  # fmt: skip
+    shapes |= dict(attn_q_norm=(head_dim,), attn_k_norm=(head_dim,)) if arch.startswith("Qwen3") else {}
+    shapes = {name + ".weight": shape for name, shape in shapes.items()}
+    shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)} if arch.startswith("Qwen2") else {}
     everything = {"model.embed_tokens.weight": (c["vocab_size"], dim), "model.norm.weight": (dim,)}
     everything |= {} if c.get("tie_word_embeddings") else {"lm_head.weight": (c["vocab_size"], dim)}
     for layer in range(c["num_hidden_layers"]):
-        everything |= {f"model.layers.{layer}.{NAMES[kind]}": shape for kind, shape in shapes.items()}
+        everything |= {f"model.layers.{layer}.{NAMES[name]}": shape for name, shape in shapes.items()}
     tensors = {}
     for name, shape in everything.items():
         w = rng.normal(0, 1 if len(shape) == 1 else 2 * shape[-1] ** -0.5, shape).astype(f32)
@@ -4304,27 +4071,23 @@ def widened(w):
     return (w.astype(np.uint32) << 16).view(f32) if w.dtype == np.uint16 else w.astype(f32)
 
 
-def neighbours(w, head_dim):
-    """Rows (i, i + head_dim / 2) of each head become rows (2i, 2i + 1)."""
-    return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
-
-
-def expected_tensors(c, tensors):
-    """{(kind, layer): float32} as version 3 has them."""
+def expected_tensors(c, tensors, turned=True):
+    """{name in GGUF: float32}, as a flat file has them if turned."""
     head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
-    out = {(0, -1): "model.embed_tokens.weight", (1, -1): "lm_head.weight", (2, -1): "model.norm.weight"}
+    out = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+    out["output_norm.weight"] = "model.norm.weight"
     for layer in range(c["num_hidden_layers"]):
-        out |= {(kind, layer): f"model.layers.{layer}.{name}" for kind, name in NAMES.items()}
-    out = {key: widened(tensors[name]) for key, name in out.items() if name in tensors}
-    turned = (5, 6, 12, 13, 16, 17)
-    return {key: neighbours(w, head_dim) if key[0] in turned else w for key, w in out.items()}
+        out |= {f"blk.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in NAMES.items()}
+    out = {ours: widened(tensors[theirs]) for ours, theirs in out.items() if theirs in tensors}
+    turned = [name for name in out if turned and re.search(r"attn_[qk][._]", name)]
+    return out | {name: neighbours(out[name], head_dim) for name in turned}
 
 
 TOKENS = [1, 5, 9, 2, 77, 33, 41, 8, 8, 60, 3, 12] * 4
 
 
 def needs_same_logits(engine, a, b):
-    ours, theirs = (engine("run").logits(path, TOKENS) for path in (a, b))
+    ours, theirs = (engine().logits(path, TOKENS) for path in (a, b))
     assert np.isfinite(ours).all() and ours.std() > 1e-3
     assert same(ours, theirs)
 
@@ -4334,49 +4097,43 @@ def needs_same_logits(engine, a, b):
 def test_hugging_face_to_flat(tmp_path, arch, shards, dtype):
     c = hf_config(arch, tie_word_embeddings=arch == "Qwen2", vocab_size=83)
     source = hf_model(tmp_path / "tiny", c, dtype, shards)
-    export(tmp_path / "m.bin", "--from", source, "--name", "Tiny")
-    flat, want = Flat(tmp_path / "m.bin"), expected_tensors(c, hf_tensors(c, dtype))
-    assert flat.tensors.keys() == want.keys() and flat.tied == c["tie_word_embeddings"]
-    for key, w in want.items():
-        assert same(flat.tensors[key], w), key
-        if w.ndim == 2:
-            assert flat.entries[key][2] == ALL_TYPES.index(dtype)
-    assert flat.name == "Tiny" and not flat.has_tokenizer
-    got = flat.config
-    assert (got["dim"], got["hidden_dim"], got["vocab_size"], got["n_kv_heads"]) == (64, 96, 83, 2)
-    assert got["head_dim"] == (24 if arch == "Qwen3" else 16)
-    assert got["window"] == (4096 if arch == "Mistral" else 0)  # Mistral's default
-    assert (flat.eps, flat.base, flat.factor) == (f32(1e-5), 1e4, 1)
+    export(tmp_path / "m.flat.gguf", "--from", source, "--name", "Tiny")
+    flat, want = Flat(tmp_path / "m.flat.gguf"), expected_tensors(c, hf_tensors(c, dtype))
+    assert flat.tensors.keys() == want.keys() and ("output.weight" in want) == (arch != "Qwen2")
+    for name, w in want.items():
+        assert same(flat.tensors[name], w), name
+        assert w.ndim == 1 or flat.matrices[name] == [ALL_TYPES.index(dtype), *w.shape, 0, 0, 0, 0]
+    assert flat.keys["general.name"] == "Tiny" and not any(key.startswith("tokenizer.") for key in flat.keys)
+    sizes = dict(embedding_length=64, feed_forward_length=96, vocab_size=83, block_count=2, context_length=64)
+    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2}
+    sizes |= {"attention.key_length": 24 if arch == "Qwen3" else 16}
+    sizes |= {"attention.layer_norm_rms_epsilon": f32(1e-5), "rope.freq_base": 1e4}
+    sizes |= {"attention.sliding_window": 4096} if arch == "Mistral" else {}  # its default
+    arch = flat.keys["general.architecture"] + "."
+    got = {name.removeprefix(arch): value for name, value in flat.keys.items() if name.startswith(arch)}
+    assert sizes.items() <= got.items() and ("attention.sliding_window" in got) == ("attention.sliding_window" in sizes)
+    assert not any("rope.scaling" in key for key in flat.keys)
 
 
 def test_hugging_face_equals_oracle(engine, tmp_path):
     c = hf_config()
-    tensors = hf_tensors(c)
-    source = hf_model(tmp_path / "tiny", c)
-    export(tmp_path / "m.bin", "--from", source)
-    names = dict(wq=5, wk=6, wv=7, wo=8, w1=9, w3=10, w2=11, attention_norm=3, ffn_norm=4)
-    stacked = {
-        name: np.stack([tensors[f"model.layers.{l}.{NAMES[kind]}"] for l in range(2)]) for name, kind in names.items()
-    }
-    stacked |= dict(tok_embeddings=tensors["model.embed_tokens.weight"], output=tensors["lm_head.weight"])
-    stacked["norm"] = tensors["model.norm.weight"]
-    stored = {name: (w.astype(f64), False) for name, w in stacked.items()}
-    want = oracle(Config(64, 96, 2, 4, 2, 80, 64, False), stored, np.array(TOKENS), halves=True)
-    assert error(engine("run").logits(tmp_path / "m.bin", TOKENS), want) < 1e-4
+    export(tmp_path / "m.flat.gguf", "--from", hf_model(tmp_path / "tiny", c))
+    stored = {name: (w.astype(f64), None) for name, w in expected_tensors(c, hf_tensors(c), turned=False).items()}
+    want = oracle(Net("llama", "F32", 64, 96, 4, 2, 16, vocab_size=80), stored, np.array(TOKENS), halves=True)
+    assert error(engine().logits(tmp_path / "m.flat.gguf", TOKENS), want) < F32_TOLERANCE
 
 
-@gguf_library
 @pytest.mark.parametrize("dtype", ALL_TYPES)
 @pytest.mark.parametrize("arch", ["Llama", "Qwen2", "Qwen3"])
 def test_all_ways_from_hugging_face(engine, tmp_path, arch, dtype):
-    """.bin and .gguf say the same; back in a directory, every byte is what it was; from there on again as before."""
+    """Both kinds of .gguf say the same; back in a directory, every byte is what it was; from there on again as before."""
     scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = 8192
     c = hf_config(arch, **(dict(rope_scaling=scaling, rope_theta=5e5) if arch == "Llama" else {}))
     source = hf_model(tmp_path / "tiny", c, dtype)
-    export(tmp_path / "m.bin", "--from", source)
+    export(tmp_path / "m.flat.gguf", "--from", source)
     export(tmp_path / "m.gguf", "--from", source)
-    needs_same_logits(engine, tmp_path / "m.bin", tmp_path / "m.gguf")
+    needs_same_logits(engine, tmp_path / "m.flat.gguf", tmp_path / "m.gguf")
     for way, out in ((source, tmp_path / "again"), (tmp_path / "m.gguf", tmp_path / "from-gguf")):
         export(out, "--from", way)
         got, want = read_safetensors(out / "model.safetensors"), hf_tensors(c, dtype)
@@ -4411,7 +4168,7 @@ def test_all_ways_from_hugging_face(engine, tmp_path, arch, dtype):
 )
 def test_config_refused(tmp_path, changes, words):
     source = hf_model(tmp_path / "tiny", hf_config() | changes, tensors=hf_tensors(hf_config()))
-    export(tmp_path / "m.bin", "--from", source, code=1, naming=["tiny", *words])
+    export(tmp_path / "m.flat.gguf", "--from", source, code=1, naming=["tiny", *words])
 
 
 def test_heads_tied_and_untied(tmp_path):
@@ -4426,15 +4183,15 @@ def test_heads_tied_and_untied(tmp_path):
                 del tensors["lm_head.weight"]
             source = hf_model(tmp_path / f"{tie}-{present}", c, tensors=tensors)
             if tie is False and not present:
-                export(tmp_path / "m.bin", "--from", source, code=1, naming=["lm_head.weight"])
+                export(tmp_path / "m.flat.gguf", "--from", source, code=1, naming=["lm_head.weight"])
                 continue
-            export(tmp_path / "m.bin", "--from", source)
-            assert Flat(tmp_path / "m.bin").tied == (tie is True or not present)
-            (tmp_path / "m.bin").unlink()
+            export(tmp_path / "m.flat.gguf", "--from", source)
+            assert ("output.weight" not in Flat(tmp_path / "m.flat.gguf").tensors) == (tie is True or not present)
+            (tmp_path / "m.flat.gguf").unlink()
 
 
 def test_damaged_safetensors(tmp_path):
-    source, out = hf_model(tmp_path / "tiny"), tmp_path / "m.bin"
+    source, out = hf_model(tmp_path / "tiny"), tmp_path / "m.flat.gguf"
     path = source / "model.safetensors"
     data = path.read_bytes()
     for n in (4, 100, len(data) - 1):
@@ -4456,15 +4213,16 @@ def test_numbers_that_are_none(tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     source = hf_model(tmp_path / "tiny", tensors=tensors)
     for dtype in ("q8", "q4"):
-        export(tmp_path / "m.bin", "--from", source, "--dtype", dtype, code=1, naming=["layers.1.mlp.up_proj", "NaN"])
+        export(tmp_path / "m.flat.gguf", "--from", source, "--dtype", dtype, code=1, naming=["layers.1.mlp.up_proj", "NaN"])
 
 
 @pytest.mark.parametrize(
     "out, options",
     [
-        ("m.gguf", ["--version", "0"]), ("m.bin", ["--version", "3"]), ("m.bin", ["--dtype", "q5"]),
-        ("m.bin", ["--version", "1", "--dtype", "f16"]), ("folder", ["--dtype", "q8"]), ("m.pt", []),
-        ("m.bin", ["--llama2-tokenizer", "x"]), ("m.bin", ["--rope-factor", "nan"]),
+        ("m.gguf", ["--version", "0"]), ("m.flat.gguf", ["--version", "1"]), ("m.bin", ["--version", "3"]), ("m.bin", []),
+        ("m.flat.gguf", ["--dtype", "q5"]), ("m.bin", ["--version", "1", "--dtype", "f16"]),
+        ("folder", ["--dtype", "q8"]), ("m.pt", []), ("m.flat.gguf", ["--llama2-tokenizer", "x"]),
+        ("m.flat.gguf", ["--rope-factor", "nan"]),
     ],
 )  # fmt: skip
 def test_export_usage(tmp_path, out, options):
@@ -4480,18 +4238,19 @@ def test_dtypes(tmp_path):
     source = hf_model(tmp_path / "tiny", c)
     want = expected_tensors(c, hf_tensors(c))
     for dtype, most in [("f32", 0), ("f16", 2**-11), ("bf16", 2**-8), ("q8", 0.006), ("q4", 0.08)]:
-        out = tmp_path / f"{dtype}.bin"
+        out = tmp_path / f"{dtype}.flat.gguf"
         export(out, "--from", source, "--dtype", dtype)
         flat = Flat(out)
-        for key, w in want.items():
+        for name, w in want.items():
             if w.ndim == 1:
-                assert same(flat.tensors[key], w)
+                assert same(flat.tensors[name], w)
                 continue
-            type, group = flat.entries[key][2], flat.entries[key][5]
-            kind = "q8" if dtype == "q4" and key[0] in (0, 1, 11) else dtype
+            type, _, _, group, *_ = flat.matrices[name]
+            down = "ffn_down" in name
+            kind = "q8" if dtype == "q4" and (down or not name.startswith("blk.")) else dtype
             assert type == ["f32", "f16", "bf16", "q8", "q4"].index(kind)
-            assert group == (0 if type < 3 else 16 if key[0] == 11 else 32)
-            difference = np.abs(flat.tensors[key] - w)
+            assert group == (0 if type < 3 else 16 if down else 32)
+            difference = np.abs(flat.tensors[name] - w)
             if type < 3:
                 assert (difference <= most * np.abs(w) + (2**-25 if most else 0)).all()  # half a subnormal step
             else:
@@ -4505,11 +4264,9 @@ def test_q8_rounds_to_the_nearest(tmp_path):
     tensors = hf_tensors(c)
     w = tensors["lm_head.weight"]
     w[0], w[1], w[2, :32] = 0, w[1] * f32(1e-6), 0
-    export(tmp_path / "m.bin", "--from", hf_model(tmp_path / "tiny", c, tensors=tensors), "--dtype", "q8")
-    flat = Flat(tmp_path / "m.bin")
-    scales_at = flat.entries[1, -1][9]
-    scales = flat.array(scales_at, "<f2", 5, 2, 16).swapaxes(1, 2).reshape(80, 2).astype(f32)
-    got = flat.tensors[1, -1]
+    export(tmp_path / "m.flat.gguf", "--from", hf_model(tmp_path / "tiny", c, tensors=tensors), "--dtype", "q8")
+    flat = Flat(tmp_path / "m.flat.gguf")
+    got, scales = flat.tensors["output.weight"], flat.scales["output.weight"]
     assert not got[0].any() and not scales[0].any() and not got[2, :32].any()
     assert (np.abs(got - w) <= np.repeat(scales, 32, 1) * 0.5001).all()
     np.testing.assert_allclose(scales[3:], np.abs(w[3:].reshape(-1, 2, 32)).max(2) / 127, rtol=1e-3)
@@ -4517,13 +4274,13 @@ def test_q8_rounds_to_the_nearest(tmp_path):
 
 def test_q4_beats_the_plain_range(tmp_path):
     c = hf_config()
-    export(tmp_path / "m.bin", "--from", hf_model(tmp_path / "tiny", c), "--dtype", "q4")
-    flat, want = Flat(tmp_path / "m.bin"), expected_tensors(c, hf_tensors(c))
-    for key in [(5, 0), (9, 1), (11, 1)]:
-        groups = want[key].reshape(-1, 32)
+    export(tmp_path / "m.flat.gguf", "--from", hf_model(tmp_path / "tiny", c), "--dtype", "q4")
+    flat, want = Flat(tmp_path / "m.flat.gguf"), expected_tensors(c, hf_tensors(c))
+    for name in ["blk.0.attn_q.weight", "blk.1.ffn_gate.weight", "blk.1.ffn_down.weight"]:
+        groups = want[name].reshape(-1, 32)
         low, step = groups.min(1, keepdims=True), np.ptp(groups, 1)[:, None] / 15
         plain = np.rint((groups - low) / step) * step + low - groups
-        ours = flat.tensors[key].reshape(-1, 32) - groups
+        ours = flat.tensors[name].reshape(-1, 32) - groups
         assert np.sum(ours**2) < 0.9 * np.sum(plain**2)
 
 
@@ -4549,10 +4306,10 @@ def test_llama2c_to_flat(engine, tmp_path, version, group):
     """Groups of 128 cross rows and become floats."""
     c = Config(64, 96, 2, 4, 2, 82, 64, version == 1)
     write_checkpoint(tmp_path / "old.bin", version, c, random_tensors(c), group)
-    export(tmp_path / "new.bin", "--from", tmp_path / "old.bin")
-    types = {entry[2] for key, entry in Flat(tmp_path / "new.bin").entries.items() if 5 <= key[0] <= 8}
+    export(tmp_path / "new.flat.gguf", "--from", tmp_path / "old.bin")
+    types = {record[0] for name, record in Flat(tmp_path / "new.flat.gguf").matrices.items() if "attn" in name}
     assert types == {3 if version == 2 and group != 128 else 0}
-    needs_same_logits(engine, tmp_path / "old.bin", tmp_path / "new.bin")
+    needs_same_logits(engine, tmp_path / "old.bin", tmp_path / "new.flat.gguf")
 
 
 @pytest.mark.parametrize(
@@ -4577,115 +4334,73 @@ def test_damaged_llama2c(tmp_path):
         data = (tmp_path / "old").read_bytes()
         for damaged in (data[:-1], data + b"\0") if version else (data[:-1], data[:20], b"", b"\xff" * 300):
             (tmp_path / "old").write_bytes(damaged)
-            export(tmp_path / "m.bin", "--from", tmp_path / "old", code=1, naming=["old"])
+            export(tmp_path / "m.flat.gguf", "--from", tmp_path / "old", code=1, naming=["old"])
 
 
 def test_flat_tokenizer_of_llama2c(small, tmp_path):
     """The ids, with and without the space in front, are those of tokenizer.bin."""
-    export(tmp_path / "m.bin", "--from", small.alphabet, "--tokenizer", small.tokenizer)
-    t = Flat(tmp_path / "m.bin").tokenizer()
-    assert t["pieces"][3:] == PIECES[3:] and t["types"][:3] == [2, 3, 3] and t["stops"] == [1, 2]
-    assert (t["bos"], t["unknown"], t["model"], t["flags"] & 5) == (1, 0, 0, 1)
-    assert output(tmp_path / "m.bin", "-t", 0, "-i", "xyz", "-n", 20).startswith(b"xyz")
-    export(tmp_path / "n.bin", "--from", small.alphabet, "--tokenizer", LLAMA2, code=1, naming=["32000"])
+    out = tmp_path / "m.flat.gguf"
+    export(out, "--from", small.alphabet, "--tokenizer", small.tokenizer)
+    flat = Flat(out)
+    t = {name.removeprefix("tokenizer.ggml."): value for name, value in flat.keys.items()}
+    assert t["tokens"][3:] == [piece.decode().replace(" ", "\u2581") for piece in PIECES[3:]]
+    assert t["token_type"][:3] == [2, 3, 3] and flat.stops() == [BOS, EOS]
+    assert (t["bos_token_id"], t["unknown_token_id"], t["model"], t["add_bos_token"]) == (1, 0, "llama", True)
+    for text in ("the cat", " the", "\u2581the", ""):  # in tokenizer.bin U+2581 is a character like any other
+        assert ids_of(out, text) == SMALL.encode(text.encode())
+    assert output(out, "-t", 0, "-i", "xyz", "-n", 20).startswith(b"xyz")
+    export(tmp_path / "n.flat.gguf", "--from", small.alphabet, "--tokenizer", LLAMA2, code=1, naming=["32000"])
 
 
 # ---- GGUF: every type, without loss
 
 
-def random_blocks(rng, format, rows, cols):
-    """uint8 [rows, bytes]: any integers, but scales and minima that are sensible numbers."""
-    import gguf
-
-    columns, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(format)]
-    b = rng.integers(0, 256, (rows, cols // columns, size), np.uint8)
-    scales = {8: [0], 2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 12: [0, 2], 13: [0, 2], 14: [208]}[format]
-    largest = {8: 127, 2: 8, 3: 15, 6: 16, 7: 31, 12: 63 * 15, 13: 63 * 31, 14: 127 * 32}[format]
-    for at in scales:
-        d = rng.uniform(0.5, 1.5, b.shape[:2]) / largest * cols**-0.5 * (1 if at in (0, 208) else -1)
-        d = -d if format in (12, 13) and at == 2 else d
-        b[..., at : at + 2] = d.astype("<f2")[..., None].view(np.uint8)
-    return b.reshape(rows, -1)
+def exported_net(format, path):
+    """One layer of this format, as a file."""
+    file, _ = random_net(Net("llama", format, 256, 512, 4, 2, 64, True, 80, 1))
+    return file, file.write(path)
 
 
-EXPORTED_FORMATS = {8: "Q8_0", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
-
-
-def write_random_gguf(path, format):
-    """One layer of this type; returns {name: uint8 rows}."""
-    import gguf
-
-    rng, dim, heads = np.random.default_rng(format), 256, 4
-    w = gguf.GGUFWriter(path, "llama")
-    w.add_name("random")
-    for add, value in [(w.add_embedding_length, dim), (w.add_feed_forward_length, 512), (w.add_block_count, 1),
-                       (w.add_head_count, heads), (w.add_head_count_kv, 2), (w.add_context_length, 64),
-                       (w.add_layer_norm_rms_eps, 1e-5), (w.add_rope_freq_base, 1e4)]:  # fmt: skip
-        add(value)
-    shapes = dict(attn_q=(dim, dim), attn_k=(dim // 2, dim), attn_v=(dim // 2, dim), attn_output=(dim, dim))
-    shapes |= dict(ffn_gate=(512, dim), ffn_up=(512, dim), ffn_down=(dim, 512))
-    shapes = {f"blk.0.{name}.weight": shape for name, shape in shapes.items()} | {"token_embd.weight": (80, dim)}
-    tensors = {name: random_blocks(rng, format, *shape) for name, shape in shapes.items()}
-    for name, data in tensors.items():
-        w.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(format))
-    for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"):
-        w.add_tensor(name, rng.normal(1, 0.1, dim).astype(f32))
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
-    return tensors
-
-
-@gguf_library
-@pytest.mark.parametrize("format", EXPORTED_FORMATS, ids=EXPORTED_FORMATS.values())
+@pytest.mark.parametrize("format", QUANTISED)
 def test_gguf_without_loss(engine, tmp_path, format):
-    import gguf
-
-    tensors = write_random_gguf(tmp_path / "m.gguf", format)
-    export(tmp_path / "m.bin", "--from", tmp_path / "m.gguf")
-    export(tmp_path / "n.gguf", "--from", tmp_path / "m.gguf")
-    flat = Flat(tmp_path / "m.bin")
-    for name, data in tensors.items():
-        kind = 0 if "token" in name else 5 + ["q", "k", "v", "output"].index(name.split("_")[1].split(".")[0]) \
-            if "attn" in name else 9 + ["gate", "up", "down"].index(name.split("_")[1].split(".")[0])  # fmt: skip
-        want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(format))
-        assert same(flat.tensors[kind, 0 if kind else -1], want), name
-    assert flat.tied and {entry[2] for key, entry in flat.entries.items() if key[0] > 4} <= {3, 4}
+    file, source = exported_net(format, tmp_path / "m.gguf")
+    export(tmp_path / "m.flat.gguf", "--from", source)
+    export(tmp_path / "n.gguf", "--from", source)
+    flat = Flat(tmp_path / "m.flat.gguf")
     copied = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "n.gguf").tensors}
-    for name, data in tensors.items():
-        assert copied[name].tensor_type == format and np.array_equal(copied[name].data, data)
-    needs_same_logits(engine, tmp_path / "m.gguf", tmp_path / "m.bin")
-    needs_same_logits(engine, tmp_path / "m.gguf", tmp_path / "n.gguf")
+    for name, dims, _, content in file.tensors:
+        if len(dims) == 2:
+            blocks = np.frombuffer(content, u8).reshape(dims[1], -1)
+            assert same(flat.tensors[name], dequantise(format, blocks)), name
+            assert copied[name].tensor_type == FORMATS[format] and copied[name].data.tobytes() == content
+    assert flat.tensors.keys() == copied.keys() and {record[0] for record in flat.matrices.values()} <= {3, 4}
+    needs_same_logits(engine, source, tmp_path / "m.flat.gguf")
+    needs_same_logits(engine, source, tmp_path / "n.gguf")
 
 
-@gguf_library
 @needs_shared
 @pytest.mark.parametrize("name", ["f32", "f16", "q8_0", "q4_0"])
 def test_exported_gguf_story(engine, tmp_path, name):
     source = MODELS / f"stories260K.{name}.gguf"
-    export(tmp_path / "m.bin", "--from", source)
-    needs_same_logits(engine, source, tmp_path / "m.bin")
+    export(tmp_path / "m.flat.gguf", "--from", source)
+    needs_same_logits(engine, source, tmp_path / "m.flat.gguf")
     text = output(source, "-t", 0, "-n", 60, "-i", "Once upon")
-    assert output(tmp_path / "m.bin", "-t", 0, "-n", 60, "-i", "Once upon") == text
+    assert output(tmp_path / "m.flat.gguf", "-t", 0, "-n", 60, "-i", "Once upon") == text
 
 
-@gguf_library
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8", "q4"])
 def test_flat_and_gguf_quantise_alike(engine, tmp_path, dtype):
     source = hf_model(tmp_path / "tiny", hf_config("Qwen2"))
-    for out in ("m.bin", "m.gguf"):
+    for out in ("m.flat.gguf", "m.gguf"):
         export(tmp_path / out, "--from", source, "--dtype", dtype)
-    needs_same_logits(engine, tmp_path / "m.bin", tmp_path / "m.gguf")
+    needs_same_logits(engine, tmp_path / "m.flat.gguf", tmp_path / "m.gguf")
 
 
-@gguf_library
 def test_damaged_gguf(tmp_path):
-    write_random_gguf(tmp_path / "m.gguf", 8)
-    data = (tmp_path / "m.gguf").read_bytes()
+    data = exported_net("Q8_0", tmp_path / "m.gguf")[0].data()
     for damaged in (data[:-1000], data[: len(data) // 2], data[:100], data.replace(b"llama", b"gemma")):
         (tmp_path / "m.gguf").write_bytes(damaged)
-        export(tmp_path / "m.bin", "--from", tmp_path / "m.gguf", code=1, naming=["m.gguf"])
+        export(tmp_path / "m.flat.gguf", "--from", tmp_path / "m.gguf", code=1, naming=["m.gguf"])
 
 
 # ---- tokenizers of Hugging Face
@@ -4696,9 +4411,7 @@ BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, u
 
 def byte_level_json(pre):
     """256 bytes as characters, two merges, a control piece and one for users."""
-    rest = [b for b in range(256) if not (33 <= b < 127 or 161 <= b < 173 or 174 <= b)]
-    characters = [chr(256 + rest.index(b)) if b in rest else chr(b) for b in range(256)]
-    vocab = {piece: id for id, piece in enumerate(characters + ["ab", "Ġab"])}
+    vocab = {piece: id for id, piece in enumerate([*(SPELLING[b] for b in range(256)), "ab", "Ġab"])}
     added = [dict(id=258, content="<|im_end|>", special=True), dict(id=260, content="<tool>", special=False)]
     model = dict(type="BPE", vocab=vocab, merges=["a b", ["Ġ", "ab"]], byte_fallback=False)
     return dict(model=model, pre_tokenizer=pre, normalizer=None, post_processor=None, added_tokens=added)
@@ -4713,17 +4426,17 @@ def test_byte_level_tokenizer(tmp_path):
     source = hf_model(tmp_path / "tiny", hf_config(vocab_size=264, eos_token_id=[7, 9]))
     write_tokenizer_json(source, byte_level_json(BYTE_LEVEL), eos_token="<|im_end|>", chat_template="{{ messages }}")
     (source / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[9, 11])))
-    export(tmp_path / "m.bin", "--from", source)
-    t = Flat(tmp_path / "m.bin").tokenizer()
-    assert (t["model"], t["flags"], t["bos"], t["pre"], t["chat"]) == (1, 0, -1, "gpt-2", "{{ messages }}")
-    assert t["pieces"][:258] == [bytes([b]) for b in range(256)] + [b"ab", b" ab"]
-    assert t["types"][256:] == [1, 1, 3, 5, 4, 5, 5, 5] and t["pieces"][258] == b"<|im_end|>"
-    assert t["stops"] == [258, 9, 11, 7]
-    assert t["merges"] == [97, 98, 32, 256]
-    assert output("-m", "tokenize", tmp_path / "m.bin", "-i", "ab ab<tool>").decode().split() == ["256", "257", "260"]
+    export(tmp_path / "m.flat.gguf", "--from", source)
+    flat = Flat(tmp_path / "m.flat.gguf")
+    t = {name.removeprefix("tokenizer."): value for name, value in flat.keys.items()}
+    assert (t["ggml.model"], t["ggml.pre"], t["chat_template"]) == ("gpt2", "gpt-2", "{{ messages }}")
+    assert t["ggml.tokens"][:259] == [*(SPELLING[b] for b in range(256)), "ab", "Ġab", "<|im_end|>"]
+    assert t["ggml.token_type"][256:] == [1, 1, 3, 5, 4, 5, 5, 5] and flat.stops() == [7, 9, 11, 258]
+    assert t["ggml.merges"] == ["a b", "Ġ ab"] and "ggml.bos_token_id" not in t
+    assert ids_of(tmp_path / "m.flat.gguf", "ab ab<tool>") == [256, 257, 260]
     (source / "chat_template.jinja").write_text("{# its own file #}")
-    export(tmp_path / "n.bin", "--from", source)
-    assert Flat(tmp_path / "n.bin").tokenizer()["chat"] == "{# its own file #}"
+    export(tmp_path / "n.flat.gguf", "--from", source)
+    assert Flat(tmp_path / "n.flat.gguf").keys["tokenizer.chat_template"] == "{# its own file #}"
     export(tmp_path / "copy", "--from", source)
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
@@ -4741,10 +4454,10 @@ def test_pre_tokenizers(tmp_path, pre, name):
     source = hf_model(tmp_path / "tiny", hf_config(vocab_size=264))
     write_tokenizer_json(source, byte_level_json(pre))
     if name is None:
-        export(tmp_path / "m.bin", "--from", source, code=1, naming=["pre_tokenizer"])
+        export(tmp_path / "m.flat.gguf", "--from", source, code=1, naming=["pre_tokenizer"])
     else:
-        export(tmp_path / "m.bin", "--from", source)
-        assert Flat(tmp_path / "m.bin").tokenizer()["pre"] == name
+        export(tmp_path / "m.flat.gguf", "--from", source)
+        assert Flat(tmp_path / "m.flat.gguf").keys["tokenizer.ggml.pre"] == name
 
 
 def test_sentencepiece_style_tokenizer(tmp_path):
@@ -4760,14 +4473,13 @@ def test_sentencepiece_style_tokenizer(tmp_path):
     data["normalizer"] = dict(type="Sequence", normalizers=normalizers)
     source = hf_model(tmp_path / "tiny", hf_config(vocab_size=len(pieces)))
     write_tokenizer_json(source, data, eos_token="</s>", bos_token="<s>")
-    export(tmp_path / "m.bin", "--from", source)
-    t = Flat(tmp_path / "m.bin").tokenizer()
-    assert (t["model"], t["flags"], t["bos"], t["unknown"], t["stops"]) == (0, 7, 1, 0, [2])
-    assert t["pieces"][259:] == [b" ", b"a", b"b", b"ab", b" ab", b"never"]
-    assert t["types"][:4] == [2, 3, 3, 6] and t["types"][259:] == [1] * 5 + [5]
-    assert t["scores"][262:264] == [0, -1]
-    ids = output("-m", "tokenize", tmp_path / "m.bin", "-i", "ab abz").decode().split()
-    assert ids == ["1", "263", "263", str(3 + ord("z"))]
+    export(tmp_path / "m.flat.gguf", "--from", source)
+    flat = Flat(tmp_path / "m.flat.gguf")
+    t = {name.removeprefix("tokenizer.ggml."): value for name, value in flat.keys.items()}
+    assert (t["model"], t["bos_token_id"], t["unknown_token_id"], flat.stops()) == ("llama", 1, 0, [2])
+    assert t["tokens"] == pieces and t["scores"][262:264] == [0, -1] and t["add_bos_token"]
+    assert t["token_type"][:4] == [2, 3, 3, 6] and t["token_type"][259:] == [1] * 5 + [5]
+    assert ids_of(tmp_path / "m.flat.gguf", "ab abz") == [1, 263, 263, 3 + ord("z")]
 
 
 # ---- whole or not at all
@@ -4780,66 +4492,30 @@ def test_interrupted_export_leaves_nothing(tmp_path):
         file.write(struct.pack("<7i", *c[:5], c.vocab_size, c.seq_len))
         for _, n in shape:
             file.write(np.random.default_rng(n).standard_normal(n, f32))
-    command = [sys.executable, EXPORT, tmp_path / "m.bin", "--from", tmp_path / "big", "--dtype", "q4"]
+    command = [sys.executable, EXPORT, tmp_path / "m.flat.gguf", "--from", tmp_path / "big", "--dtype", "q4"]
     for number in (signal.SIGINT, signal.SIGTERM):
         # A shell's background jobs ignore SIGINT, and so would what the tests start.
         default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=default)
-        while process.poll() is None and not list(tmp_path.glob("*.partial")):
-            time.sleep(0.005)
-        process.send_signal(number)
-        message = process.communicate(timeout=60)[1].decode()
+        while True:  # again, should it be done before the signal comes
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=default)
+            while process.poll() is None and not list(tmp_path.glob("*.partial")):
+                time.sleep(0.005)
+            process.send_signal(number)
+            message = process.communicate(timeout=PATIENCE)[1].decode()
+            if process.returncode != 0:
+                break
+            (tmp_path / "m.flat.gguf").unlink()
         assert process.returncode == 130 and "Traceback" not in message
         assert [path.name for path in tmp_path.iterdir()] == ["big"]
 
 
 def test_export_to_where_it_cannot_be_written(tmp_path):
     source = hf_model(tmp_path / "tiny")
-    export(tmp_path / "none" / "m.bin", "--from", source, code=1, naming=["none"])
-    export(tmp_path / "m.bin", "--from", tmp_path / "absent", code=1, naming=["absent"])
+    export(tmp_path / "none" / "m.flat.gguf", "--from", source, code=1, naming=["none"])
+    export(tmp_path / "m.flat.gguf", "--from", tmp_path / "absent", code=1, naming=["absent"])
     (tmp_path / "there").mkdir()
     message = subprocess.run([sys.executable, EXPORT, tmp_path / "there", "--from", source], capture_output=True)
     assert message.returncode == 1 and b"does not exist yet" in message.stderr
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="no Python library torch")
-def test_pytorch_checkpoints(engine, tmp_path):
-    """llama2.c's .pt; Meta's shards, the embedding cut along its columns or its rows."""
-    import torch
-
-    c = Config(64, 96, 2, 4, 2, 80, 64, False)
-    tensors = random_tensors(c)
-    write_checkpoint(tmp_path / "want.bin", 0, c, tensors)
-    parts = dict(wq="attention.wq", wk="attention.wk", wv="attention.wv", wo="attention.wo", w1="feed_forward.w1",
-                 w2="feed_forward.w2", w3="feed_forward.w3")  # fmt: skip
-    parts |= dict(attention_norm="attention_norm", ffn_norm="ffn_norm")
-    state = {f"{name}.weight": torch.tensor(tensors[name]) for name in ("tok_embeddings", "norm", "output")}
-    for ours, theirs in parts.items():
-        state |= {f"layers.{l}.{theirs}.weight": torch.tensor(tensors[ours][l]) for l in range(2)}
-    sizes = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2)
-    checkpoint = dict(model={f"_orig_mod.{name}": w for name, w in state.items()})
-    checkpoint["model_args"] = sizes | dict(vocab_size=80, max_seq_len=64)
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    export(tmp_path / "m.bin", "--from", tmp_path / "ckpt.pt", "--version", 0)
-    assert (tmp_path / "m.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
-    for axis in (0, 1):
-        folder = tmp_path / f"meta-{axis}"
-        folder.mkdir()
-        (folder / "params.json").write_text(json.dumps(sizes | dict(norm_eps=1e-5, vocab_size=-1)))
-        for shard in (0, 1):
-            cut = {"tok_embeddings.weight": axis}
-            cut |= {name: 1 for name in state if name.endswith(("wo.weight", "w2.weight"))}
-            part = {
-                name: w if w.dim() == 1 else w.chunk(2, cut.get(name, 0))[shard].clone() for name, w in state.items()
-            }
-            torch.save(part, folder / f"consolidated.0{shard}.pth")
-        export(tmp_path / f"{axis}.bin", "--from", folder)
-        needs_same_logits(engine, tmp_path / "want.bin", tmp_path / f"{axis}.bin")
-    (folder / "params.json").write_text(json.dumps(sizes | dict(norm_eps=1e-5, rope_theta=5e5, use_scaled_rope=True)))
-    export(tmp_path / "n.bin", "--from", folder, code=2, naming=["--rope-factor"])
-    export(tmp_path / "n.bin", "--from", folder, "--rope-factor", 8)
-    divisors = Flat(tmp_path / "n.bin").tensors[18, -1]
-    assert divisors.shape == (8,) and divisors[0] == 1 and divisors[-1] == 8
 
 
 # ---- golden files: small random models of each family, and what transformers says of them ----
@@ -4859,7 +4535,7 @@ def golden():
 
 
 def test_every_golden_file_is_tested(golden):
-    assert sorted(path.stem for path in GOLDEN_FILES.glob("*.bin")) == GOLDEN_NAMES
+    assert sorted(path.name for path in GOLDEN_FILES.glob("*.gguf")) == [f"{name}.flat.gguf" for name in GOLDEN_NAMES]
     for name in GOLDEN_NAMES:
         assert golden(name, "log_probabilities").shape[0] == len(golden(name, "tokens")) >= 64
 
@@ -4870,7 +4546,7 @@ def test_golden_log_probabilities(engine, golden, name, build):
     """float32 here and there: they differ by about 1e-5. Without RoPE scaling, biases or norms, or with a window of one
     position more, it would be over 1e-2."""
     tokens, wanted = golden(name, "tokens"), golden(name, "log_probabilities")
-    logits = engine(build).logits(GOLDEN_FILES / f"{name}.bin", tokens, chunk=37).astype(f64)
+    logits = engine(build).logits(GOLDEN_FILES / f"{name}.flat.gguf", tokens, chunk=37).astype(f64)
     got = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     assert np.abs(got - wanted).max() < 1e-4
 
@@ -4878,12 +4554,8 @@ def test_golden_log_probabilities(engine, golden, name, build):
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_golden_continuation(engine, golden, name):
     tokens, wanted = golden(name, "tokens"), golden(name, "greedy").tolist()
-    with engine().session(GOLDEN_FILES / f"{name}.bin") as forward:
-        logits, ids = forward(tokens, np.arange(len(tokens)))[-1], []
-        while len(ids) < len(wanted):
-            ids.append(int(logits.argmax()))
-            (logits,) = forward(ids[-1:], [len(tokens) + len(ids) - 1])
-    assert ids == wanted
+    with engine().session(GOLDEN_FILES / f"{name}.flat.gguf") as forward:
+        assert greedy_ids(forward, tokens, len(wanted)) == wanted
 
 
 @pytest.mark.parametrize("program", ["run", "build/debug"])
@@ -4892,263 +4564,15 @@ def test_golden_text(golden, program):
     text, ids = golden("qwen2", "text").tobytes(), golden("qwen2", "text_ids")
     prompt = "Permission is hereby granted, free of charge"
     flags = "-t", 0, "-n", 32, "--kv", "f32"
-    assert output(GOLDEN_FILES / "qwen2.bin", "-i", prompt, *flags, program=program) == text + b"\n"
-    printed = output(GOLDEN_FILES / "qwen2.bin", "-m", "tokenize", "-i", prompt, program=program)
+    assert output(GOLDEN_FILES / "qwen2.flat.gguf", "-i", prompt, *flags, program=program) == text + b"\n"
+    printed = output(GOLDEN_FILES / "qwen2.flat.gguf", "-m", "tokenize", "-i", prompt, program=program)
     assert list(map(int, printed.split())) == ids.tolist()
-
-
-# ---- hostile flat checkpoints, on the sanitizer build ----
-
-FLAT_HEADER = 256
-FLAT_FIELDS = dict(
-    zip(
-        ["magic", "version", "size", "tensors", "flags", "table", "tokenizer", "dim", "hidden_dim", "n_layers", "n_heads",
-         "n_kv_heads", "head_dim", "vocab_size", "context", "window", "scaling", "scaled_context", "eps", "base",
-         "factor"],
-        [(0, "I"), (4, "I"), (8, "Q"), (16, "I"), (20, "I"), (24, "Q"), (32, "Q"), *((at, "i") for at in range(40, 84, 4)),
-         (84, "f"), (88, "d"), (96, "d")],
-    )
-)  # fmt: skip
-FLAT_ENTRY = [("kind", 0, "I"), ("layer", 4, "i"), ("type", 8, "I"), ("rows", 12, "i"), ("cols", 16, "i"),
-              ("group", 20, "i"), ("scale_type", 24, "I"), ("zero", 28, "i"), ("panels", 32, "Q"), ("scales", 40, "Q"),
-              ("mins", 48, "Q")]  # fmt: skip
-FLAT_TOKENIZER = ["model", "flags", "bos", "unknown", "pieces", "merges", "stops", "bytes", "pre", "chat"]
-FLAT_F32, FLAT_F16, FLAT_BF16, FLAT_INT8, FLAT_INT4 = range(5)
-
-
-class FlatFile:
-    """A version 3 file whose fields can be changed one by one."""
-
-    def __init__(self, data):
-        self.data, self.fields = data, dict(FLAT_FIELDS)
-        self.n, self.table, self.tokenizer = (self[name] for name in ("tensors", "table", "tokenizer"))
-        for i in range(self.n):
-            kind, layer = struct.unpack_from("<Ii", data, self.table + 64 * i)
-            for name, at, code in FLAT_ENTRY:
-                self.fields[kind, layer, name] = (self.table + 64 * i + at, code)
-        if self.tokenizer:
-            for i, name in enumerate(FLAT_TOKENIZER):
-                self.fields["tokenizer", name] = (self.tokenizer + 4 * i, "i" if name in ("bos", "unknown") else "I")
-
-    def __getitem__(self, field):
-        at, code = self.fields[field]
-        return struct.unpack_from("<" + code, self.data, at)[0]
-
-    def arrays(self):
-        """Where the arrays of the tokenizer begin: stops, scores, types, lengths, merges, bytes, pre, chat, end."""
-        n, merges, stops = (self["tokenizer", name] for name in ("pieces", "merges", "stops"))
-        sizes = [4 * stops, 4 * n, n, 4 * n, 8 * merges, *(self["tokenizer", name] for name in ("bytes", "pre", "chat"))]
-        names = "stops scores types lengths merges bytes pre chat end".split()
-        return {name: self.tokenizer + 40 + sum(sizes[:i]) for i, name in enumerate(names)}
-
-    def with_fields(self, values):
-        data = bytearray(self.data)
-        for field, value in values.items():
-            at, code = self.fields[field]
-            struct.pack_into("<" + code, data, at, value)
-        return bytes(data)
-
-    def put(self, at, code, value):
-        return self.data[:at] + struct.pack("<" + code, value) + self.data[at + struct.calcsize("<" + code) :]
-
-
-def flat_quantised(file, type, group, mins):
-    """The file with every matrix whose columns allow it declared quantised: zeros at the end of the file are the panels,
-    the same ones for all; scales and minima lie there as well."""
-    end = -(-len(file.data) // 64) * 64
-    values = {}
-    for field in file.fields:
-        if len(field) == 3 and field[2] == "cols" and file[field] % 32 == 0 and file[(*field[:2], "rows")] > 1:
-            entry = dict(type=type, group=group, scale_type=1, zero=8 * (type == FLAT_INT4), panels=end, scales=end,
-                         mins=end if mins else 0)  # fmt: skip
-            values |= {(*field[:2], name): value for name, value in entry.items()}
-    room = 1 << 16
-    return FlatFile(file.with_fields(values | dict(size=end + room)).ljust(end + room, b"\0"))
-
-
-def flat_bases():
-    """A byte-level tokenizer and biases; no tokenizer and a window; YaRN; int8 and int4."""
-    files = {name: FlatFile((GOLDEN_FILES / f"{name}.bin").read_bytes()) for name in ("qwen2", "mistral", "yarn")}
-    files["int8"] = flat_quantised(files["qwen2"], FLAT_INT8, 16, mins=False)
-    files["int4"] = flat_quantised(files["qwen2"], FLAT_INT4, 32, mins=True)
-    return files
-
-
-FLATS = flat_bases()
-
-
-def run_flat(path):
-    """The prompt: of the base's own tokenizer, else of tokenizer.bin, whose size is refused after all else is read."""
-    return path, "-n", 3, "-i", "ab abc é", "-s", 1, "-j", 1
-
-
-def flat_survives(tmp_path, cases, codes=(0, 1)):
-    survives(None, tmp_path, [(what, data, codes) for what, data in cases], run_flat)
-
-
-def flat_refused(tmp_path, cases):
-    """cases: [(words of the message, file)]"""
-    all_refused(tmp_path, cases, ".bin", run_flat)
-
-
-@pytest.mark.parametrize("base", ["qwen2", "int8", "int4"])
-def test_hostile_flat_bases_are_sound(tmp_path, base):
-    path = tmp_path / "base.bin"
-    path.write_bytes(FLATS[base].data)
-    for arguments in (run_flat(path), show_it(path), ("-m", "tokenize", path, "-i", "ab é")):
-        result = run(*arguments, program="build/debug", env=SANITIZERS)
-        assert result.returncode == 0 and not result.stderr, result.stderr
-
-
-def test_truncated_flat(tmp_path):
-    """As downloads break off: the size in the header is that of the whole file."""
-    file = FLATS["qwen2"]
-    cuts = [*range(0, FLAT_HEADER, 5), 7, 8, 16, file.table, file.table + 63, file.tokenizer, len(file.data) - 1]
-    flat_survives(tmp_path, [(f"cut at {cut}", file.data[:cut]) for cut in cuts], {1})
-    flat_refused(tmp_path, [(["truncated", len(file.data), cut], file.data[:cut]) for cut in (256, len(file.data) - 1)])
-
-
-def test_flat_with_a_part_missing(tmp_path):
-    """The size in the header says what the file has, but not all that it names is there."""
-    file, cases = FLATS["qwen2"], []
-    ends = {at for name, at in file.arrays().items()}
-    cuts = {*range(200, FLAT_HEADER, 8), *range(file.tokenizer, file.tokenizer + 44), *ends, *(at - 1 for at in ends)}
-    cuts |= {file.table + 64 * i + at for i in range(file.n) for at in (0, 1, 32)} | {len(file.data) - 64}
-    for cut in sorted(cuts):
-        if cut < len(file.data):
-            data = bytearray(file.data[:cut])
-            struct.pack_into("<Q", data, 8, cut)
-            cases.append((f"ends at {cut}", bytes(data)))
-    flat_survives(tmp_path, cases, {0, 1})
-
-
-@pytest.mark.parametrize("base", FLATS)
-def test_extreme_flat_fields(tmp_path, base):
-    """Every number of the header, of the entries of a few kinds, and of the tokenizer."""
-    file, cases, seen = FLATS[base], [], set()
-    for field, (_, code) in file.fields.items():
-        kind = (field[0], field[2]) if len(field) == 3 and isinstance(field, tuple) else field
-        kinds = ("tokenizer", 0, 2, 5, 12) if base == "qwen2" else (5,)
-        if kind in seen or (isinstance(field, tuple) and field[0] not in kinds):
-            continue
-        seen.add(kind)
-        value = file[field]
-        if code in "fd":
-            new = [0.0, -1.0, 1e-40, 3e38, math.inf, -math.inf, math.nan]
-        else:
-            low, bits = (-(2**31), 31) if code == "i" else (0, 8 * struct.calcsize(code))
-            new = [0, 1, 8, -1, low, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 64, 2**64 - 1, value - 1, value + 1,
-                   len(file.data), len(file.data) - 64]  # fmt: skip
-            new = sorted({x for x in new if low <= x < 2**bits and x != value})
-        if base != "qwen2":
-            new = new[:: max(1, len(new) // 4)]
-        cases += [(f"{field}: {value} to {x}", file.with_fields({field: x})) for x in new]
-    flat_survives(tmp_path, cases, {0, 1, 2})  # 2: a prompt without any token
-
-
-def test_extreme_flat_tokenizer(tmp_path):
-    """Ids, types, lengths and scores within its arrays."""
-    file = FLATS["qwen2"]
-    at, n = file.arrays(), file["tokenizer", "pieces"]
-    cases = [("no bytes", file.with_fields({("tokenizer", "bytes"): 0})),
-             ("one piece", file.with_fields({("tokenizer", "pieces"): 1}))]  # fmt: skip
-    for name, code, size in [("stops", "i", 4), ("lengths", "I", 4), ("merges", "i", 4), ("types", "B", 1)]:
-        for place in (at[name], at[name] + size, at[name] + (2 if name == "merges" else n - 1 if name != "stops" else 0) * size):
-            for value in [0, 1, n - 1, n, 255, 2**31 - 1, -1, -(2**31), 2**32 - 1, 2**32 - n]:
-                if struct.calcsize(code) == 1 and not 0 <= value < 256 or code == "I" and value < 0:
-                    continue
-                if code == "i" and value >= 2**31:
-                    continue
-                cases.append((f"{name} at {place} = {value}", file.put(place, code, value)))
-    for value in (math.nan, math.inf, -math.inf, 3e38):
-        cases.append((f"score {value}", file.put(at["scores"] + 40, "f", value)))
-    cases.append(("not a pre-tokenizer", file.put(at["pre"], "5s", b"\xff\n\0%s")))
-    flat_survives(tmp_path, cases, {0, 1, 2})
-
-
-@pytest.mark.parametrize("base", ["qwen2", "int4"])
-def test_random_flat_bytes(tmp_path, base):
-    file, rng, cases = FLATS[base], random.Random(3), []
-    places = [range(8, 104), range(file.table, file.table + 64 * file.n), range(file.tokenizer, file.arrays()["end"]),
-              range(8, len(file.data))]  # fmt: skip
-    for i in range(140):
-        changed = bytearray(file.data)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.choice(places[i % 4])
-            changed[at] = rng.choice([0, 1, 3, 4, 8, 127, 128, 255, changed[at] ^ 1 << rng.randrange(8)])
-        cases.append((f"random {i}", bytes(changed)))
-    flat_survives(tmp_path, cases, {0, 1, 2})
-
-
-def test_flat_says_what_is_wrong(tmp_path):
-    file, size = FLATS["qwen2"], len(FLATS["qwen2"].data)
-    q = 5, 0
-
-    def changed(**values):
-        return file.with_fields(values)
-
-    def entry(field, value, of=q):
-        return file.with_fields({(*of, field): value})
-
-    cases = [
-        (["version 0, 1, 2 or 3", "got version 4"], changed(version=4)),
-        (["truncated", size, size + 64], changed(size=size + 64)),
-        (["table", "multiple of 64", 65], changed(table=65)),
-        (["table", size + 64], changed(table=size + 64)),
-        (["tokenizer", "multiple of 64"], changed(tokenizer=file.tokenizer + 1)),
-        (["tensors", 2**32 - 1], changed(tensors=2**32 - 1)),
-        (["k", "missing"], changed(tensors=next(i for i in range(file.n) if struct.unpack_from("<I", file.data, file.table + 64 * i)[0] == 6))),
-        (["missing"], changed(tensors=0)),
-        (["output is missing"] if file["flags"] & 1 else ["missing"], changed(flags=2, tensors=3)),
-        (["dim", "got -1"], changed(dim=-1)),
-        (["expected [", "got ["], changed(dim=file["dim"] * 2)),
-        (["n_kv_heads", "multiple"], changed(n_kv_heads=3)),
-        (["epsilon", "nan"], changed(eps=math.nan)),
-        (["RoPE"], changed(base=math.nan)),
-        (["RoPE", "factor"], changed(factor=0.0)),
-        (["RoPE", "scaling"], changed(scaling=3)),
-        (["kinds", 19], entry("kind", 19)),
-        (["q", "layer 2"], entry("layer", 2)),
-        (["q", "layer -1"], entry("layer", -1)),
-        (["q", "twice"], entry("layer", 1)),
-        (["q", "type 5"], entry("type", 5)),
-        (["q", "group 0"], entry("type", FLAT_INT8)),
-        (["q", f"expected [{file[5, 0, 'rows']}, ", "got [1, "], entry("rows", 1)),
-        (["q", f"offset {file[5, 0, 'panels'] + 1}"], entry("panels", file[5, 0, "panels"] + 1)),
-        (["q", f"{size} bytes", f"offset {size}"], entry("panels", size)),
-        (["final norm"], entry("type", FLAT_F16, of=(2, -1))),
-        (["stop ids"], file.with_fields({("tokenizer", "stops"): 17})),
-        (["BOS 300"], file.with_fields({("tokenizer", "bos"): 300})),
-        (["pieces"], file.with_fields({("tokenizer", "pieces"): 0})),
-        (["a piece"], file.with_fields({("tokenizer", "bytes"): 5})),
-        (["score", "piece 3"], file.put(file.arrays()["scores"] + 12, "f", math.nan)),
-        (["no pre-tokenizer"], file.put(file.arrays()["pre"], "5s", b"qwenX")),
-    ]  # fmt: skip
-    flat_refused(tmp_path, cases)
-    one, gate = FLATS["int8"], (9, 0)  # whose minima take more than 64 bytes
-    end = len(one.data) - 64
-    flat_refused(tmp_path, [
-        (["q", "group 24"], one.with_fields({(*q, "group"): 24})),
-        (["q", "scale type 2"], one.with_fields({(*q, "scale_type"): 2})),
-        (["q", "zero 1"], one.with_fields({(*q, "zero"): 1})),
-        (["q", "offset"], one.with_fields({(*q, "scales"): len(one.data)})),
-        (["q", "group 16", "do not go together"], one.with_fields({(*q, "mins"): one[(*q, "scales")]})),
-        (["gate", f"offset {end}"], one.with_fields({(*gate, "mins"): end, (*gate, "group"): 32})),
-    ])  # fmt: skip
-
-
-def test_flat_numbers_that_are_not(tmp_path):
-    """NaN among the weights: a message, not a token."""
-    file = FLATS["qwen2"]
-    flat_survives(tmp_path, [("NaN", file.put(file[2, -1, "panels"], "f", math.nan))], {1})
 
 
 # ---- chat: templates ----
 
 ROLES = ["system", "user", "assistant"]
 CHAT_TEMPLATES = TOKENIZERS / "chat_templates"
-
-
 
 # Three forms that have no template file here, written down as their papers and model cards describe them.
 
@@ -5197,11 +4621,9 @@ def rendered(tokenizer, messages, name=None, source=None, silent=False):
     roles = (ctypes.c_int * len(messages))(*[ROLES.index(role) for role, _ in messages])
     texts = [text.encode() for _, text in messages]
     room = np.empty(sum(map(len, texts)) + 1000 + 100 * len(messages), i32)
-    chat = tokenizer.c.lib_chat
-    chat.argtypes = [ctypes.c_void_p] + [ctypes.c_char_p] * 2 + [ctypes.c_int] * 2 + [ctypes.c_void_p] * 3
     texts = (ctypes.c_char_p * len(texts))(*texts)
-    n = chat(tokenizer.handle, name and name.encode(), source and source.encode(), silent, len(messages), roles, texts,
-             room.ctypes.data)  # fmt: skip
+    template = name and name.encode(), source and source.encode()
+    n = tokenizer.c.lib_chat(tokenizer.handle, *template, silent, len(messages), roles, texts, room.ctypes.data)
     return room[:n].tolist()
 
 
@@ -5269,8 +4691,8 @@ def test_smollm2_edits_a_file():
 
 @needs_smollm2
 def test_smollm2_template_equals_jinja(library):
-    tokenizer = gguf_tokenizer(library, SMOLLM2)
-    source = gguf.GGUFReader(SMOLLM2).fields["tokenizer.chat_template"].contents()
+    tokenizer = library.tokenizer(SMOLLM2)
+    source = smollm2_file().fields["tokenizer.chat_template"].contents()
     ids = with_marks(tokenizer, SMOLLM2, IM_MARKS)
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     answer = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -5327,12 +4749,8 @@ def test_no_message_contains_a_mark(real, name):
 
 def vocabulary_with_template(folder, template):
     """The small vocabulary as a GGUF file that has this chat template."""
-    keys = dict(scores=SCORES, types=SMALL_TYPES, bos_token_id=BOS, eos_token_id=EOS)
-    path = write_sentencepiece(folder / "vocabulary.gguf", PIECES, **keys)
-    data, (kind, value) = bytearray(path.read_bytes()), gguf_value(template)
-    struct.pack_into("<Q", data, 16, struct.unpack_from("<Q", data, 16)[0] + 1)
-    path.write_bytes(bytes(data) + gguf_value("tokenizer.chat_template")[1] + struct.pack("<I", kind) + value)
-    return path
+    keys = dict(scores=SCORES, types=SMALL_TYPES, bos_token_id=BOS, eos_token_id=EOS, chat_template=template)
+    return write_sentencepiece(folder / "vocabulary.gguf", PIECES, **keys)
 
 
 @needs_tokenizers
@@ -5342,14 +4760,12 @@ def test_unknown_templates_are_refused(small, tmp_path, name):
     arguments = small.random(), "-z", vocabulary, "-m", "chat", "-n", 2
     refused(1, *arguments, text=b"hi\n", naming=["--template", vocabulary])
     output(*arguments, "--template", "chatml", text=b"hi\n")
-    refused(2, *arguments, "--template", "foo", naming=["--template", "foo", "zephyr"])
-    refused(2, *arguments, "--think", "--no-think", naming=["--think", "--no-think"])
 
 
 def test_no_think_reaches_the_template(small, library, tmp_path):
     source = "{{ '<|im_start|>' }}{% if enable_thinking %}"
     vocabulary = vocabulary_with_template(tmp_path, source)
-    tokenizer = gguf_tokenizer(library, vocabulary)
+    tokenizer = library.tokenizer(vocabulary)
     for flags, silent in [([], False), (["--think"], False), (["--no-think"], True)]:
         arguments = small.random(seq_len=512), "-z", vocabulary, "-m", "chat", "-n", 1, "--json", "--stats"
         answer = json.loads(output(*arguments, *flags, text=b"hi\n"))
@@ -5360,10 +4776,10 @@ def test_no_think_reaches_the_template(small, library, tmp_path):
 
 
 class Chat:
-    """Conversations with a random model, each line of input a message."""
+    """Conversations with a random model, each line of input a message. What it says is text: so a file can hold it."""
 
     def __init__(self, small, folder, template="chatml", seq_len=512):
-        model = small.random(seq_len=seq_len)
+        model = small.random(seq_len=seq_len, text_only=True)
         flags = "-m", "chat", "-t", 0, "-n", 6, "--template", template
         self.flags, self.arguments = flags, small.arguments(model, *flags)
         self.folder, self.count = folder, 0
@@ -5382,17 +4798,22 @@ class Chat:
 
 
 def saved_messages(path):
-    """[(role, text)] of a file of --session, laid out as run.c says."""
-    data, at, messages = path.read_bytes(), 48, []
-    for _ in range(struct.unpack_from("<Q", data, 32)[0]):
-        role, size = struct.unpack_from("<2Q", data, at)
-        messages.append((ROLES[role], data[at + 16 : at + 16 + size]))
-        at += 16 + size
-    return messages
+    """[(role, text)] of a file of --session, line after line; the system prompt first."""
+    system, messages = "", []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        event = json.loads(line.decode())
+        if "undo" in event:
+            assert 0 <= event["undo"] <= len(messages)
+            messages = messages[: len(messages) - event["undo"]]
+        elif event["role"] == "system":
+            system = event["content"]
+        else:
+            messages.append((event["role"], event["content"]))
+    return ([("system", system)] if system else []) + messages
 
 
 def of_role(messages, role):
-    return [text.decode() for who, text in messages if who == role]
+    return [text for who, text in messages if who == role]
 
 
 @pytest.fixture
@@ -5404,10 +4825,10 @@ def test_lines_are_messages(chat, small):
     answers, messages, _ = chat("the cat", "", "is in", "the hat")
     assert len(answers) == 3 and [role for role, _ in messages] == ["user", "assistant"] * 3
     assert of_role(messages, "user") == ["the cat", "is in", "the hat"]
-    assert [text.decode(errors="replace") for _, text in messages[1::2]] == [a["text"] for a in answers]
+    assert [text for _, text in messages[1::2]] == [a["text"] for a in answers]
     assert chat.texts("is in", "the hat", flags=["-i", "the cat"]) == [a["text"] for a in answers]
     printed = output(*chat.arguments, text=b"the cat\nis in\nthe hat")  # without a last newline
-    assert printed == b"".join(text + b"\n" for _, text in messages[1::2])
+    assert printed.decode() == "".join(text + "\n" for _, text in messages[1::2])
     for text in [b"", None]:
         assert output(*chat.arguments, text=text) == b""
     assert chat.texts(flags=["-i", "the cat"]) == [answers[0]["text"]]
@@ -5436,17 +4857,19 @@ def test_message_beyond_the_context_leaves_the_conversation_alone(chat):
 
 
 def test_only_what_is_new_is_run(small, tmp_path):
-    """And the answer is that of the whole text, run at once."""
-    chat = Chat(small, tmp_path, "plain")
-    answers, messages, _ = chat("the cat is in ", "the hat and ", "/regen")
+    """And the answer is that of the whole text, run at once. Bytes that are no text are kept as they were said."""
+    chat, model = Chat(small, tmp_path, "plain"), small.random(seq_len=512)
+    chat.arguments = small.arguments(model, *chat.flags)
+    answers, _, _ = chat("the cat is in ", "the hat and ", "/regen")
     first, second, again = [answer["prompt_tokens"] for answer in answers]
     assert first == len(SMALL.encode(b"the cat is in "))
     assert second <= len(SMALL.encode(b"the hat and ")) + 2 and again == 1
     assert answers[2]["text"] == answers[1]["text"]
-    (tmp_path / "text").write_bytes(b"".join(text for _, text in messages[:3]))
-    whole = SMALL.encode((tmp_path / "text").read_bytes())
-    arguments = small.arguments(small.random(seq_len=512), "-f", tmp_path / "text", "-t", 0, "-n", len(whole) + 5)
-    assert json.loads(output(*arguments, "--json"))["text"] == answers[1]["text"]
+    said = SMALL.decode([BOS, *SMALL.encode(b"the cat is in ", bos=False), *answers[0]["ids"]])
+    (tmp_path / "text").write_bytes(said + b"the hat and ")
+    n = len(SMALL.encode(said + b"the hat and ")) + 5
+    whole = output(*small.arguments(model, "-f", tmp_path / "text", "-t", 0, "-n", n, "--json"))
+    assert json.loads(whole)["text"] == answers[1]["text"]
 
 
 def test_turns_cost_their_own_tokens(chat):
@@ -5464,7 +4887,7 @@ def test_undo_regen_reset_system(chat):
     assert plain[1] != other[1]
     answers, messages, _ = chat("the cat", "is in", "/undo", "a rat")
     assert [a["text"] for a in answers] == plain + other[1:] and of_role(messages, "user") == ["the cat", "a rat"]
-    assert chat("the cat", "is in", "/undo", "/undo", "/undo", "/regen", "a")[1][0] == ("user", b"a")
+    assert chat("the cat", "is in", "/undo", "/undo", "/undo", "/regen", "a")[1][0] == ("user", "a")
     assert chat.texts("the cat", "/regen", "is in", "/regen") == [plain[0], plain[0], plain[1], plain[1]]
     assert len(chat("the cat", "/regen", "/regen")[1]) == 2
     assert chat.texts("a rat", "/reset", "the cat", "is in")[1:] == plain
@@ -5472,7 +4895,7 @@ def test_undo_regen_reset_system(chat):
     assert system != plain and chat.texts("/system be a hat", "the cat", "is in") == system
     answers, messages, _ = chat("a rat", "/system be a hat", "/reset", "the cat", "is in", flags=["-y", "no"])
     assert [a["text"] for a in answers[1:]] == system
-    assert messages[0] == ("system", b"be a hat") and len(messages) == 5
+    assert messages[0] == ("system", "be a hat") and len(messages) == 5
     assert chat.texts("/system", "the cat", "is in", flags=["-y", "no"]) == plain
     sampled = chat.texts("the cat", *["/regen"] * 5, flags=["-t", 2, "-s", 1])
     assert len(set(sampled)) > 1
@@ -5483,33 +4906,37 @@ def test_other_commands(chat, tmp_path):
     answers, _, said = chat("/stats", "/help", "/nonsense", "the cat", "/stats", f"/save {kept}", "is in")
     assert len(answers) == 2 and "/nonsense" in said and said.count("prefill ") == 1
     assert all(f"/{word}" in said for word in "reset system undo regen stats save help exit".split())
-    assert saved_messages(kept)[0] == ("user", b"the cat") and len(saved_messages(kept)) == 2
+    assert saved_messages(kept)[0] == ("user", "the cat") and len(saved_messages(kept)) == 2
     assert chat.texts("is in", session=kept) == [answers[1]["text"]]
     assert len(chat("the cat", "/exit", "is in")[0]) == 1
     result = run(*chat.arguments, text=b"/save\n/save /nowhere/file\n/undo\n/regen\n/reset\n/system\nthe cat\n/exit\n")
-    assert result.returncode == 0 and b"/nowhere/file" in result.stderr
+    assert result.returncode == 1 and b"/nowhere/file" in result.stderr
     assert result.stdout.rstrip(b"\n").decode(errors="replace") == answers[0]["text"].rstrip("\n")
 
 
-def test_forty_turns_in_a_small_context(small, library, tmp_path):
-    chat = Chat(small, tmp_path)
-    lines = [f"the cat is {'abcdefgh'[i % 8]}" for i in range(40)]
-    answers, messages, said = chat(*lines, flags=["-y", "be a hat", "-c", 256])
-    assert len(answers) == 40 and "dropped" in said
-    assert messages[0] == ("system", b"be a hat")
-    users = of_role(messages, "user")
-    assert 1 <= len(users) < 10 and users == lines[-len(users) :]
-    ids = rendered(library.tokenizer(small.tokenizer), [(r, t.decode(errors="replace")) for r, t in messages], "chatml")
-    assert len(ids) <= 256 + 40 and all(a["finish_reason"] == "length" and len(a["ids"]) == 6 for a in answers)
+def test_forty_turns_in_a_small_context(small, tmp_path):
+    """The file has all of them; the last answer is that to the last few turns alone."""
+    chat, path = Chat(small, tmp_path), tmp_path / "few"
+    lines, flags = [f"the cat is {'abcdefgh'[i % 8]}" for i in range(40)], ["-c", 256]
+    answers, messages, said = chat(*lines, flags=["-y", "be a hat", *flags])
+    assert messages[0] == ("system", "be a hat") and of_role(messages, "user") == lines and "dropped" in said
+    assert all(a["finish_reason"] == "length" and len(a["ids"]) == 6 and a["prompt_tokens"] <= 256 for a in answers)
+
+    def after(turns):
+        few = [messages[0], *messages[-2 * turns : -2]]
+        path.write_bytes(jsonl([dict(role=role, content=content) for role, content in few]))
+        return chat.texts(lines[-1], session=path, flags=flags) == [answers[-1]["text"]]
+
+    assert any(map(after, range(2, 10))) and not after(1)
 
 
 @needs_smollm2
-def test_forty_turns_with_smollm2():
-    lines = ["The capital of France is Paris. Which city is it?", *(f"Tell me about the number {i}." for i in range(39))]
-    arguments = SMOLLM2, "-m", "chat", "-c", 512, "-n", 20, "-t", 0, "--json"
-    result = run(*arguments, text="\n".join(lines).encode(), timeout=120)
+def test_many_turns_with_smollm2():
+    lines = ["The capital of France is Paris. Which city is it?", *(f"Tell me about the number {i}." for i in range(11))]
+    arguments = SMOLLM2, "-m", "chat", "-c", 160, "-n", 12, "-t", 0, "--json"
+    result = run(*arguments, text="\n".join(lines).encode())
     answers = [json.loads(line)["text"] for line in result.stdout.splitlines()]
-    assert result.returncode == 0 and len(answers) == 40 and b"dropped" in result.stderr and "Paris" in answers[0]
+    assert result.returncode == 0 and len(answers) == 12 and b"dropped" in result.stderr and "Paris" in answers[0]
     assert all(answers) and not any("<|im_" in answer for answer in answers)
 
 
@@ -5519,106 +4946,196 @@ def test_sanitizers_find_nothing_in_a_chat(chat, tmp_path):
     text = b"\n".join([line.encode() for line in lines] + [b"\xff\x00\xe6\xad"])
     for _ in range(2):  # the second goes on with the file of the first
         flags = "--session", tmp_path / "file", "-y", "x", "-n", 9, "--stats"
-        result = run(*chat.arguments, *flags, text=text, program="build/debug", env=SANITIZERS)
-        assert result.returncode == 0, result.stderr[-2000:]
+        sound(*chat.arguments, *flags, text=text)
 
 
 # ---- chat: conversations in a file ----
 
 
-@pytest.mark.parametrize("flags", [["--kv", "f32"], ["--kv", "f16"], ["--kv", "f16", "-j", 2, "--chunk", 3]], ids=str)
+@pytest.mark.parametrize("kv", ["f32", "f16", "q8"])
 @pytest.mark.parametrize("turns", [1, 2, 3])
-def test_session_goes_on(chat, tmp_path, flags, turns):
+def test_session_goes_on(chat, tmp_path, kv, turns):
+    """As if it had not been interrupted, whatever the chunks and threads are then; the cache is computed again."""
     lines, file = ["the cat", "is in a", "hat", "and it"], tmp_path / "file"
-    whole = chat(*lines, flags=flags)
-    first, _, _ = chat(*lines[:turns], session=file, flags=flags)
-    second, messages, _ = chat(*lines[turns:], session=file, flags=flags)
-    assert [a["ids"] for a in first + second] == [a["ids"] for a in whole[0]] and messages == whole[1]
-    assert second[0]["prompt_tokens"] == whole[0][turns]["prompt_tokens"]  # the cache was in the file
-    assert not list(tmp_path.glob("*.partial"))
+    whole, messages, _ = chat(*lines, flags=["--kv", kv])
+    first, _, _ = chat(*lines[:turns], session=file, flags=["--kv", kv])
+    second, saved, _ = chat(*lines[turns:], session=file, flags=["--kv", kv, "-j", 2, "--chunk", 3])
+    assert [a["text"] for a in first + second] == [a["text"] for a in whole] and saved == messages
+    assert len(file.read_bytes().splitlines()) == 8  # one line a message, none is written twice
+    assert second[0]["prompt_tokens"] > whole[turns]["prompt_tokens"]
 
 
-@needs_smollm2
-def test_session_of_smollm2(tmp_path):
-    def answers(*lines, session):
-        flags = "-m", "chat", "-t", 0, "-n", 16, "--json", "--stats", "--session", session
-        return list(map(json.loads, output(SMOLLM2, *flags, text="\n".join(lines).encode()).splitlines()))
-
-    whole = answers("Who was Newton?", "When was he born?", session=tmp_path / "whole")
-    parts = [answers(line, session=tmp_path / "parts")[0] for line in ["Who was Newton?", "When was he born?"]]
-    assert [a["text"] for a in parts] == [a["text"] for a in whole]
-    assert parts[1]["prompt_tokens"] == whole[1]["prompt_tokens"] < 30
-
-
-def test_bad_sessions(chat, small, tmp_path):
-    chat("the cat", session=tmp_path / "good")
-    good, bad = (tmp_path / "good").read_bytes(), tmp_path / "bad"
-
-    def refuses(data, *flags, words=(), arguments=chat.arguments):
-        bad.write_bytes(data)
-        refused(1, *arguments, *flags, "--session", bad, text=b"hi\n", naming=[bad, *words])
-        assert bad.read_bytes() == data and not Path(f"{bad}.partial").exists()
-
-    for at in [0, 8, 16, 24, 32, 40, 48, 60, 66, len(good) // 2, len(good) - 9, len(good) - 1]:
-        refuses(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-    for size in [0, 1, 55, 56, len(good) // 2, len(good) - 1]:
-        refuses(good[:size])
-    refuses(good + b"\0")
-    refuses(b"x" * 1000)
-    refuses(good, words=["model"], arguments=small.arguments(small.random(2, seq_len=512), *chat.flags))
-    refuses(good, "--kv", "f16", words=["--kv"])
-    refuses(good, "-c", 16, words=["16", "--context"])
-    assert (tmp_path / "good").read_bytes() == good
-    refused(1, *chat.arguments, "--session", tmp_path, text=b"hi\n", naming=[tmp_path])  # a folder
+def test_session_goes_on_with_anything(small, tmp_path):
+    """Another type of the cache, another context, another model: the answer is that to the whole text, run at once."""
+    chat, stretch = Chat(small, tmp_path, "plain"), ["--rope-scaling", "ntk", "--rope-factor", 4]
+    chat("the cat is in ", "the hat and ", session=tmp_path / "file")
+    before = (tmp_path / "file").read_bytes()
+    for model in (chat.arguments[0], small.random(2, seq_len=512)):
+        for flags in (["--kv", "q8"], ["--kv", "f16"], ["--kv", "f32"], ["-c", 200], stretch):
+            (tmp_path / "file").write_bytes(before)
+            text = "".join(content for _, content in saved_messages(tmp_path / "file")) + "it is "
+            arguments = small.arguments(model, *chat.flags, "--session", tmp_path / "file", *flags, "--json")
+            answer = json.loads(output(*arguments, text=b"it is \n"))
+            (tmp_path / "text").write_text(text)
+            n = len(SMALL.encode(text.encode())) + 5
+            whole = output(*small.arguments(model, "-f", tmp_path / "text", "-t", 0, "-n", n, "--json", *flags))
+            assert json.loads(whole)["text"] == answer["text"], flags
+            assert (tmp_path / "file").read_bytes().startswith(before)
 
 
-def test_session_of_a_model_that_differs_in_few_weights(small, tmp_path):
-    """As fine-tuning leaves it: here only the output matrix is another."""
-    flags = "-m", "chat", "-t", 0, "-n", 3, "--template", "plain", "--session", tmp_path / "file"
-    output(*small.arguments(small.alphabet, *flags), text=b"the cat\n")
-    refused(1, *small.arguments(small.noise, *flags), text=b"the cat\n", naming=["model"])
+def test_commands_survive_a_restart(chat, tmp_path):
+    """Wherever a conversation is interrupted."""
+    lines = ["the cat", "is in", "/undo", "a rat", "/regen", "/system be a hat", "ab", "/undo", "/undo", "/regen",
+             "/reset", "cd", "/system", "ef", "/system x"]  # fmt: skip
+    whole, messages, _ = chat(*lines, session=tmp_path / "whole")
+    assert [role for role, _ in messages] == ["system", "user", "assistant", "user", "assistant"]
+    for n in range(1, len(lines)):
+        first, _, _ = chat(*lines[:n], session=tmp_path / f"{n}")
+        second, saved, _ = chat(*lines[n:], session=tmp_path / f"{n}")
+        assert [a["text"] for a in first + second] == [a["text"] for a in whole] and saved == messages, n
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def fnv(data):
-    h = 14695981039346656037
-    for byte in data:
-        h = (h ^ byte) * 1099511628211 % 2**64
-    return struct.pack("<Q", h)
+def talking(small, path):
+    """(process, what its endless answer to "xyz" begins with)"""
+    model = small.table("endless", chain(alphabet), seq_len=1_000_000)
+    arguments = small.arguments(model, "-m", "chat", "-c", 1_000_000, "-n", 0, "-t", 0, "--template", "plain")
+    process = subprocess.Popen([ROOT / "run", *map(str, arguments), "--session", path], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # nohup ignores it
+    process.stdin.write(b"xyz\n")
+    return process, process.stdout.read(10)
 
 
-def test_hostile_sessions(small, tmp_path):
-    """Whose checksum is right."""
-    chat = Chat(small, tmp_path)
-    chat("the", session=tmp_path / "good", flags=["--template", "plain"])
-    body = (tmp_path / "good").read_bytes()[:-8]
-    assert fnv(body) == (tmp_path / "good").read_bytes()[-8:]
-    cases = []
-    for at in [8, 16, 24, 32, 40, 48, 56, 67]:
-        for value in [0, 1, 2, 3, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64 - 1]:
-            data = body[:at] + struct.pack("<Q", value) + body[at + 8 :]
-            cases.append(((at, value), data + fnv(data), (0, 1)))
-    for size in range(48, len(body), 97):
-        cases.append((("size", size), body[:size] + fnv(body[:size]), (1,)))
-    path = tmp_path / "cases"
-    path.mkdir()
-    survives(small, path, cases, lambda path: (*chat.arguments, "-i", "hi", "--session", path))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_killed_conversation_loses_at_most_an_answer(small, tmp_path, number):
+    path = tmp_path / "file"
+    Chat(small, tmp_path, "plain")("the cat", session=path)
+    before = saved_messages(path)
+    process, begun = talking(small, path)
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == -number
+    saved = saved_messages(path)
+    assert saved[:3] == [*before, ("user", "xyz")] and len(saved) < 5
+    assert all((begun + rest).decode().startswith(said) for _, said in saved[3:])
+    _, after, _ = Chat(small, tmp_path, "plain")("is in", session=path)
+    assert after[: len(saved)] == saved and of_role(after, "user") == ["the cat", "xyz", "is in"]
 
 
-def test_session_that_cannot_be_written(chat, tmp_path):
-    """That is said before a conversation could be lost."""
-    for path in [tmp_path / "none" / "file", tmp_path, "/dev/full"]:
-        refused(1, *chat.arguments, "--session", path, naming=[path, "cannot write"], text=b"the cat\n")
+def test_only_one_process_has_a_session(small, chat, tmp_path):
+    path = tmp_path / "file"
+    process, _ = talking(small, path)
+    message = refused(1, *chat.arguments, "--session", path, text=b"hi\n", naming=[path])
+    assert re.search("in use|another", message) and saved_messages(path) == [("user", "xyz")]
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    assert of_role(chat("hi", session=path)[1], "user") == ["xyz", "hi"]
 
 
-def test_saving_leaves_other_files_alone(chat, tmp_path):
-    other, saved = tmp_path / "notes.txt", tmp_path / "talk.chat"
+def test_an_incomplete_last_line_is_cut_off(chat, tmp_path):
+    """As a process leaves it that was killed while it wrote. A note says so."""
+    _, messages, _ = chat("the cat", "is in", session=tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    *_, last = data.splitlines(True)
+    for left in (1, 2, 9, len(last) // 2, len(last) - 2):
+        (tmp_path / "file").write_bytes(data[: len(data) - len(last) + left])
+        _, saved, said = chat(session=tmp_path / "file")
+        assert saved == messages[:-1] and (tmp_path / "file").read_bytes() == data[: -len(last)], left
+        assert str(tmp_path / "file") in said
+    for whole in (data, data[:-1]):  # only the newline is missing: the message is there
+        (tmp_path / "file").write_bytes(whole)
+        _, saved, said = chat("hi", session=tmp_path / "file")
+        assert saved[:-1] == [*messages, ("user", "hi")] and "cut off" not in said
+
+
+USER_LINE = b'{"role": "user", "content": "a"}\n'
+OTHER_FILES = [b"x", b"notes\n", b"notes", b"\0" * 99, b"[]\n", b'"a"\n', b'{"a": 1}\n', b"run.chat" + bytes(40),
+               b'{"prompt": "a"}\n', b'{"role": "user", "name": "Ann", "content": "hi"}', b"\xff\xfe\n", b"GGUF\3\0\0\0" + bytes(99)]  # fmt: skip
+BROKEN_LINES = [b"x", b"{", b"[]", b"null", b'{"role": "user"}', b'{"content": "a"}', b'{"role": "tool", "content": "a"}',
+                b'{"role": "User", "content": "a"}', b'{"role": 1, "content": "a"}', b'{"role": "user", "content": 1}',
+                b'{"role": "user", "content": "a"', b'{"role": "user", "content": "a"} x', b'{"undo": -1}',
+                b'{"undo": 1.5}', b'{"undo": "1"}', b'{"undo": 2}', b'{"undo": 99999999999999999999}', b'{"undo": 4294967297}',
+                b'{"role": "user", "content": "\\q"}', b'{"role": "user", "content": "a\0"}',
+                b'{"role": "user", "content": "' + b"x" * 10**6]  # fmt: skip
+
+
+def test_other_files_are_no_sessions(chat, tmp_path):
+    """And stay as they are. A broken line is named by its number."""
+    cases = [([], data) for data in OTHER_FILES] + [([], (b"{\n" + USER_LINE)), ([], b'{"undo": 1}\n')]
+    cases += [([2], USER_LINE + line + b"\n") for line in BROKEN_LINES]
+    cases += [([2], USER_LINE + line) for line in BROKEN_LINES if line.endswith(b"}")]  # whole but for their newline
+    cases += [([3], USER_LINE * 2 + line + b"\n" + USER_LINE) for line in BROKEN_LINES if b"2" not in line]
+    all_refused(tmp_path, cases, lambda path: (*chat.arguments, "-i", "hi", "--session", path))
+    for path in [tmp_path / "none" / "file", tmp_path, Path("/dev/full"), Path("/dev/null"), Path("/dev/zero")]:
+        refused(1, *chat.arguments, "--session", path, naming=[path], text=b"the cat\n")
+
+
+def test_hostile_sessions(chat, tmp_path):
+    """What of it is accepted is another question."""
+    rng, lines = random.Random(5), [USER_LINE, b'{"role": "assistant", "content": "\\ud83d\\u00e9"}\n', b'{"undo": 1}\n',
+                                    b'{"role": "system", "content": ""}\n']  # fmt: skip
+    cases = [USER_LINE + line + b"\n" for line in BROKEN_LINES + OTHER_FILES]
+    cases += [b'{"role": "user", "content": "\xff\xe6\x97"}\n', b'{"role": "user", "content": "\\u0000\\ud83d"}\n' * 2,
+              b'{"role": "user", "content": "%s"}\n' % (b"the " * 10**6), USER_LINE * 5000, USER_LINE + lines[2] * 2,
+              b'{"undo": 0}\n' + USER_LINE, lines[3] * 99, b'{"role": "user", "content": ""}\n' * 9]  # fmt: skip
+    for _ in range(150):
+        data = bytearray(b"".join(rng.choices(lines, k=6)))
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(6)] = rng.choice(DAMAGE)
+        cases.append(bytes(data))
+    cases = [(data[:99], data, {0, 1}) for data in cases]
+    survives(tmp_path, cases, lambda path: (*chat.arguments, "-i", "hi", "--session", path))
+
+
+def test_sessions_leave_files_as_they_are(chat, tmp_path):
+    """Links are followed, permissions stay; a new file is the user's alone, whatever the umask says."""
+    path, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(path)
+    before = os.umask(0)
+    try:
+        chat("the cat", session=link)
+    finally:
+        os.umask(before)
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    chat("is in", session=link)
+    assert of_role(saved_messages(path), "user") == ["the cat", "is in"] and path.stat().st_mode & 0o777 == 0o644
+    assert sorted(tmp_path.iterdir()) == [path, link]
+    (tmp_path / "empty").touch()  # is a conversation without messages
+    assert of_role(chat("hi", session=tmp_path / "empty")[1], "user") == ["hi"]
+
+
+def test_a_session_that_cannot_be_written_is_refused(chat, tmp_path):
+    """That is said before a conversation could be lost; to root, too."""
+    (tmp_path / "file").write_bytes(USER_LINE)
+    (tmp_path / "file").chmod(0o400)
+    refused(1, *chat.arguments, "--session", tmp_path / "file", naming=[tmp_path / "file"], text=b"the cat\n")
+
+
+def test_saving_makes_a_new_file(chat, tmp_path):
+    other, saved = tmp_path / "notes.txt", tmp_path / "talk.jsonl"
     other.write_text("notes")
-    saved.touch()
-    for text in [b"the cat\n/save %s\n" % bytes(other), b"the cat\n/save %s\n/save %s\n" % (bytes(saved), bytes(saved))]:
-        result = run(*chat.arguments, text=text)
-        assert (b"is not a saved conversation" in result.stderr) == (bytes(other) in text)
-    assert other.read_text() == "notes" and saved.read_bytes().startswith(b"run.chat")
-    assert sorted(tmp_path.iterdir()) == [other, saved]
+    lines = f"the cat\n/save {other}\n/save {saved}\n/save {saved}\nis in\n"
+    result = run(*chat.arguments, "-y", "be a hat", text=lines.encode())
+    assert result.returncode == 0 and result.stderr.count(str(other).encode()) == 1
+    assert other.read_text() == "notes" and sorted(tmp_path.iterdir()) == [other, saved]
+    assert [role for role, _ in saved_messages(saved)] == ["system", "user", "assistant"]
+    assert saved_messages(saved)[:2] == [("system", "be a hat"), ("user", "the cat")]
+    assert result.stdout.decode().splitlines()[-1] == chat.texts("is in", session=saved)[0]
+
+
+def test_what_is_saved_is_utf8(small, tmp_path):
+    """Also what a model says that is not, and what a user types."""
+    model = small.chain(*[b"<0x%02X>" % byte for byte in b'"\\\n\0\xff\xe6'], "é".encode())
+    flags = "-m", "chat", "-n", 7, "-t", 0, "--template", "plain", "--session", tmp_path / "file"
+    arguments = small.arguments(model, *flags)
+    for text in (b"\xff\xe6\n", b'"\\\t\x01\xc3\xa9\n'):
+        output(*arguments, text=text)
+    (_, asked), (_, told), (_, also_asked), (_, also_told) = saved_messages(tmp_path / "file")
+    assert re.fullmatch("\ufffd+", asked) and re.fullmatch('é"\\\\\n\0\ufffd+', told)
+    assert also_asked == '"\\\t\x01é' and re.fullmatch('"\\\\\n\0\ufffd+é', also_told)
 
 
 # ---- chat: on a terminal ----
@@ -5643,12 +5160,12 @@ class Terminal:
         self.seen += os.read(self.master, 65536) if ready else b""
         return bool(ready)
 
-    def expect(self, pattern, timeout=20):
+    def expect(self, pattern):
         """Reads until this comes after what was expected before. Returns what came up to there."""
-        end = time.time() + timeout
+        end = time.time() + PATIENCE
         while not (found := re.compile(pattern, re.S).search(self.seen, self.at)):
-            assert time.time() < end, (pattern, self.seen[self.at :][-1000:])
-            self.read(0.2)
+            waits = self.process.poll() is None and time.time() < end
+            assert self.read(0.2) or waits, (pattern, self.seen[self.at :][-1000:])
         before, self.at = self.seen[self.at : found.end()], found.end()
         return before
 
@@ -5659,7 +5176,7 @@ class Terminal:
             os.write(self.master, key if isinstance(key, bytes) else key.encode())
 
     def end(self, code=0):
-        end = time.time() + 20
+        end = time.time() + PATIENCE
         while self.process.poll() is None and time.time() < end:
             self.read(0.05)
         if self.process.poll() is None:
@@ -5736,23 +5253,24 @@ def test_wide_characters_are_drawn_at_their_width(chat):
 
 
 def test_a_large_paste(chat):
-    """Quadratic drawing would take minutes."""
-    terminal, started = Terminal(*chat.arguments), time.time()
+    """What is drawn grows with the paste, not with its square."""
+    terminal = Terminal(*chat.arguments)
     terminal.say(PASTE)
     for _ in range(100):
         os.write(terminal.master, b"the cat is " * 91)
         terminal.read(0)
     os.write(terminal.master, PASTED.encode() + b"\r")
-    terminal.expect(b"does not fit", timeout=60)
+    terminal.expect(b"does not fit")
     terminal.say("\4")
     terminal.end()
-    assert time.time() - started < 10
+    assert len(terminal.seen) < 5 * 100 * 91 * 11
 
 
-def test_interrupt_stops_an_answer(small):
-    """Answers that would take hours. The conversation goes on."""
+def test_interrupt_stops_an_answer(small, tmp_path):
+    """Answers that would take hours. The conversation goes on; what was said is kept."""
     model = small.table("endless", chain(alphabet), seq_len=1_000_000)
-    terminal = Terminal(*small.arguments(model, "-m", "chat", "-c", 1_000_000, "-t", 0, "--template", "plain"))
+    terminal = Terminal(*small.arguments(model, "-m", "chat", "-c", 1_000_000, "-t", 0, "--template", "plain",
+                                         "--session", tmp_path / "file"))  # fmt: skip
     for line in ["a", "xy"]:
         terminal.say(line, "\r")
         terminal.expect(b"abcdefghijklm")
@@ -5765,12 +5283,16 @@ def test_interrupt_stops_an_answer(small):
     assert terminal.process.poll() is None
     terminal.say("\3")
     terminal.end()
+    messages = saved_messages(tmp_path / "file")
+    assert [role for role, _ in messages] == ["user", "assistant"] * 2 and of_role(messages, "user") == ["a", "xy"]
+    for said, begin in zip(of_role(messages, "assistant"), (1, 25)):
+        assert len(said) > 12 and said == (LETTERS[begin : begin + 26] * (len(said) // 26 + 1))[: len(said)]
 
 
 @needs_smollm2
 def test_a_conversation_on_a_terminal(tmp_path):
     """Three turns, one of them edited, one pasted, one stopped; saved; and the next day it goes on."""
-    path = tmp_path / "talk.chat"
+    path = tmp_path / "talk.jsonl"
     flags = [SMOLLM2, "-m", "chat", "-t", 0, "-n", 300, "-c", 1024]
     terminal = Terminal(*flags)
     terminal.say("My nme is Ada.", HOME, WORD_RIGHT, RIGHT, RIGHT, "a", "\r")
@@ -5785,14 +5307,12 @@ def test_a_conversation_on_a_terminal(tmp_path):
     said = of_role(saved_messages(path), "user")
     assert said == ["My name is Ada.", "Say the numbers:\n1 2 3", "Tell me a very long story about the sea."]
     terminal = Terminal(*flags, "--session", path, "--stats")
-    terminal.expect(rb"\[6 messages from ")
+    terminal.expect(rb"6 messages")
     terminal.say("What was your story about?", "\r")
-    n_run = int(re.search(rb"prefill .*\((\d+) tokens\)", terminal.expect(rb"prefill [^\n]*tokens\)"))[1])
     terminal.say(b"\4")
     terminal.end()
-    assert n_run < 40  # the rest came out of the file
     messages = saved_messages(path)
-    assert len(messages) == 8 and b"sea" in messages[-1][1], messages[-1]  # it remembers
+    assert len(messages) == 8 and "sea" in messages[-1][1], messages[-1]  # it remembers
 
 
 @pytest.mark.parametrize("last", ["/exit\r", "\4", "\3\3"], ids=repr)
@@ -5819,12 +5339,12 @@ def test_terminal_is_restored_after_a_failure(chat, small, signal_number):
     terminal.end(-signal_number if signal_number else 1)
 
 
-# ---- results as JSON; help and manual ----
+# ---- results as JSON ----
 
 
 def test_json(small, library):
     tokenizer = library.tokenizer(small.tokenizer)
-    prompt, wanted = "the cat", b" is in"
+    prompt = "the cat"
     for model, flags in [(small.alphabet, []), (small.random(), ["-i", prompt]), (small.noise, ["-s", 3, "-t", 1])]:
         flags = ["-n", 20, "-t", 0, *flags]
         text = small(model, *flags)
@@ -5835,10 +5355,7 @@ def test_json(small, library):
         echoed = prompt.encode() if "-i" in flags else b""
         assert text == echoed + tokenizer.decode([BOS, *([V - 1] if echoed else []), *result["ids"]])[2 * bool(echoed) :] + b"\n"
         assert text.decode(errors="replace") == echoed.decode() + result["text"] + "\n"
-    table = chain(alphabet)
-    table[PIECES.index(b"e")] = 0
-    table[PIECES.index(b"e"), EOS] = 30
-    result = json.loads(small.greedy(small.table("stops", table), "--json"))
+    result = json.loads(small.greedy(small.table("stops", stop_after_e(EOS)), "--json"))
     assert result == dict(text="abcde", ids=[PIECES.index(b"%c" % c) for c in b"abcde"], finish_reason="stop")
     result = json.loads(small.greedy(small.alphabet, "--json", "--stop", "de"))
     assert result["text"] == "abc" and result["finish_reason"] == "stop"
@@ -5867,35 +5384,13 @@ def test_json_with_stats(small):
     assert nothing["text"] == "" and nothing["ids"] == []
 
 
-def test_json_on_a_full_disk(small, chat):
-    for arguments, text in [(small.arguments(small.alphabet, "--json"), None), (chat.arguments, b"the cat\n"),
-                            ((*chat.arguments, "--json"), b"the cat\n"), (("--man",), None)]:  # fmt: skip
-        with open("/dev/full", "wb") as full:
-            result = run(*arguments, text=text, stdout=full)
-        assert result.returncode == 1 and result.stderr.startswith(b"run: ") and result.stderr.count(b"\n") == 1
-
-
-def test_help_and_manual_page():
-    page, shown = output("--man").decode(), output("-h").decode()
-    assert page.startswith(".TH RUN 1") and ".SH NAME" in page
-    names = re.findall(r"^ +(?:-\w,)? *--([\w-]+)", shown, re.M)
-    assert len(names) >= 30 and {"json", "man", "session", "template"} <= set(names)
-    for name in names:
-        assert re.search(rf"^\.B .*--{name}( |$)", page.replace("\\-", "-"), re.M), name
-    assert len(shown.splitlines()) <= 60  # a screen of 40 lines and a half
-    assert max(map(len, shown.splitlines())) <= 100
-    if shutil.which("groff"):
-        rendering = subprocess.run(["groff", "-man", "-Tutf8", "-ww"], input=page.encode(), capture_output=True)
-        assert rendering.returncode == 0 and not rendering.stderr and b"--repeat-penalty" in re.sub(rb".\x08", b"", rendering.stdout)
-
-
 # ---- the model in the box ----
 
-STORIES = ROOT / "models" / "stories.bin"
+STORIES = ROOT / "models" / "stories.flat.gguf"
 
 
 def tell(*flags, build="run"):
-    return subprocess.run([ROOT / build, STORIES, *flags], capture_output=True, check=True).stdout.decode()
+    return output(STORIES, *flags, program=build).decode()
 
 
 def test_stories_is_small_and_tells_a_story():
@@ -5904,18 +5399,13 @@ def test_stories_is_small_and_tells_a_story():
     assert text == (ROOT / "testdata" / "stories.txt").read_text()
 
 
-@pytest.mark.parametrize("flags", [["-j", "2"], ["-j", "3"], ["--chunk", "1"]], ids=" ".join)
-def test_stories_however_they_are_computed(flags):
+@pytest.mark.parametrize("build", ["run", "build/plain", "build/debug"])
+def test_stories_however_they_are_computed(build):
     for text in (["-t", "0"], ["-t", "0.8", "-s", "7"]):
-        arguments = ["-i", "The little dragon lived", "-n", "60", *text]
-        assert tell(*arguments, *flags) == tell(*arguments)
-
-
-@pytest.mark.parametrize("build", ["build/plain", "build/debug"])
-def test_stories_on_other_builds(build):
-    for text in (["-t", "0"], ["-t", "0.8", "-s", "7"]):
-        arguments = ["-i", "One day, Lily", "-n", "40", *text]
-        assert tell(*arguments, build=build) == tell(*arguments)
+        arguments = ["-i", "The little dragon lived", "-n", "40", *text]
+        told = tell(*arguments)
+        for flags in ([], ["-j", "2"], ["-j", "3"], ["--chunk", "1"])[: 4 if build == "run" else 2]:
+            assert tell(*arguments, *flags, build=build) == told
 
 
 def test_stories_end_and_know_stories(tmp_path):
@@ -5926,179 +5416,18 @@ def test_stories_end_and_know_stories(tmp_path):
     surprise = []
     for order in (words, sorted(words)):
         (tmp_path / "text.txt").write_text(" ".join(order))
-        surprise.append(float(re.search(r"perplexity (?:of )?([\d.]+)", tell("-m", "perplexity", "-f", tmp_path / "text.txt"))[1]))
+        surprise.append(perplexity(tell("-m", "perplexity", "-f", tmp_path / "text.txt"))[0])
     assert surprise[0] < 10 < 100 < surprise[1]
 
 
 def test_stories_keep_their_thread_in_a_chat():
     """Without a template a chat goes on with the text, and says so."""
-    process = subprocess.run([ROOT / "run", STORIES, "-m", "chat", "-t", "0", "-n", "20"], input=b"Once upon a time\n",
-                             capture_output=True, check=True)  # fmt: skip
+    process = run(STORIES, "-m", "chat", "-t", "0", "-n", "20", text=b"Once upon a time\n")
     assert process.stdout.decode() == tell("-i", "Once upon a time", "-t", "0", "-n", "20")[len("Once upon a time") :]
     assert b"no chat template" in process.stderr
 
 
-# ---- the key/value cache as int8 ----
-
-# int8: as with activations, oracle and engine round alike but for an element on the edge between two steps (float32
-# noise of 1e-7 beside steps of 1/127 of a peak: one in 100,000), and every later row of the text feels that. In texts
-# of 8 tokens few rows do: the typical row is right to 2e-6. In a long text no row is far: of float32 models 9e-3 at
-# most, of those that round activations, where an edge begets others, as far as INT8_WORST. A cache that does not
-# round, or rounds to halves, is off by 3e-3 to 4e-2 in the typical row.
-Q8_TYPICAL, Q8_WORST = 1e-5, 0.03
-
-
-def oracle_of(case, tokens, **options):
-    """The oracle for a Case or a NetCase."""
-    return (oracle if isinstance(case, Case) else gguf_oracle)(case[1], case.stored, tokens, **options)
-
-
-def needs_q8(engine, case):
-    """Near the oracle whose cache rounds to int8, and far from those whose cache is of another type."""
-    n = len(case.tokens) // 8
-    texts = case.tokens[: 8 * n].reshape(n, 8)
-    with engine().session(case.path, n_seqs=n, threads=2, kv_type=KV_Q8) as forward:
-        got = forward(texts.ravel(), np.tile(np.arange(8), n), np.repeat(np.arange(n), 8))
-    off = {}
-    for kv in (KV_F32, KV_F16, KV_Q8):
-        off[kv] = np.median(row_errors(got, np.concatenate([oracle_of(case, text, kv=kv) for text in texts])))
-    assert off[KV_Q8] < Q8_TYPICAL and min(off[KV_F32], off[KV_F16]) > 100 * Q8_TYPICAL, off
-    rounds = any(rounds for _, rounds in case.stored.values())
-    whole = engine().logits(case.path, case.tokens, threads=2, kv_type=KV_Q8)
-    errors = row_errors(whole, oracle_of(case, case.tokens, kv=KV_Q8))
-    assert errors.max() < (INT8_WORST if rounds else Q8_WORST), errors.max()
-
-
-@every_kv_case
-def test_q8_cache_equals_oracle(engine, half_case, key):
-    needs_q8(engine, half_case(*key))
-
-
-@pytest.fixture(scope="session")
-def q8_alone(engine, half_case):
-    """The logits that every other way must repeat."""
-    return functools.cache(lambda *key: engine().logits(half_case(*key).path, half_case(*key).tokens, kv_type=KV_Q8))
-
-
-@pytest.mark.parametrize("build", BUILDS)
-@every_kv_case
-def test_q8_chunks_threads_and_builds(engine, half_case, q8_alone, key, build):
-    path, _, _, tokens = half_case(*key)
-    n = len(tokens)
-    for chunk, threads in [(1, 2), (7, 3), (n, 1)]:
-        room = dict(n_ctx=n, max_rows=chunk)
-        got = engine(build).logits(path, tokens, chunk=chunk, threads=threads, kv_type=KV_Q8, **room)
-        assert same(got, q8_alone(*key)), (chunk, threads)
-    roomy = engine(build).logits(path, tokens, n_ctx=1000, max_rows=300, kv_type=KV_Q8)
-    assert same(roomy, q8_alone(*key))
-
-
-@every_kv_case
-def test_q8_sequences_in_one_call(engine, half_case, q8_alone, key):
-    mixed_sequences_agree(engine, half_case(*key), q8_alone(*key), KV_Q8)
-
-
-@each_kv_case
-def test_q8_past_can_be_rewritten(engine, case, q8_alone, key):
-    """What another text left, of elements and of scales, must not be seen."""
-    rewritten_past_agrees(engine, case(*key), q8_alone(*key), KV_Q8)
-
-
-def random_case(folder, net, n):
-    """A file of the net, and n tokens."""
-    file, stored = random_net(net)
-    (folder / "n.gguf").write_bytes(file.data())
-    return NetCase(folder / "n.gguf", net, stored, np.random.default_rng(9).integers(0, net.vocab_size, n).astype(i32))
-
-
-#        head_dim, around the 4 elements of a word, the 16 of a panel and the 32 that share a scale
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-@pytest.mark.parametrize("head_dim", [2, 6, 18, 30, 34, 48, 62, 66, 80, 96, 128, 130, 256])
-def test_q8_head_dims(engine, tmp_path, head_dim, arch):
-    this = random_case(tmp_path, Net(arch, "F16", 48, 64, 4, 2, head_dim, qk_norm=arch == "qwen3"), 61)
-    needs_q8(engine, this)
-    whole = engine().logits(this.path, this.tokens, kv_type=KV_Q8)
-    for build in BUILDS:
-        got = engine(build).logits(this.path, this.tokens, chunk=9, threads=2, kv_type=KV_Q8)
-        assert same(got, whole)
-
-
-@pytest.mark.parametrize("window", [0, 2, 255, 257])
-def test_q8_long_text(engine, tmp_path, window):
-    """Blocks of attention that are unpacked one after the other, and windows that end within them."""
-    path, net, stored, tokens = random_case(tmp_path, Net("llama", "F16", 32, 48, 4, 2, 10, window=window), 555)
-    whole = engine().logits(path, tokens, n_ctx=555, max_rows=555, chunk=555, threads=2, kv_type=KV_Q8)
-    errors = row_errors(whole, gguf_oracle(net, stored, tokens, kv=KV_Q8))
-    assert np.median(errors) < Q8_TYPICAL and errors.max() < Q8_WORST, (np.median(errors), errors.max())
-    for build in BUILDS:
-        for chunk in (1, 37):
-            assert same(engine(build).logits(path, tokens, n_ctx=555, chunk=chunk, kv_type=KV_Q8), whole)
-
-
-def test_q8_hides_no_infinity(engine, tmp_path):
-    """One value is infinite, where f16 would saturate: no number may come of it."""
-    file, stored = random_net(NETS["qwen2"])
-    name = "blk.0.attn_v.bias"
-    bias = stored[name][0].copy()
-    bias[3] = np.inf
-    (tmp_path / "inf.gguf").write_bytes(file.plus((name, (len(bias),), 0, bias.astype("<f4").tobytes())).data())
-    assert np.isnan(engine().logits(tmp_path / "inf.gguf", np.arange(20), kv_type=KV_Q8)).all()
-    refused(1, tmp_path / "inf.gguf", "--kv", "q8", "-i", "a", "-n", 1, "--json", naming=["finite"])
-
-
-NEVER = 2  # EOS of sentencepiece_keys
-
-
-def endless(folder, net, n_ctx=128):
-    """A file of an untied F32 net that never makes EOS: its logit is always 0, and greedy takes one above."""
-    file, stored = random_net(net)
-    w = stored["output.weight"][0].astype("<f4")
-    w[NEVER] = 0
-    changed = ("output.weight", w.shape[::-1], 0, w.tobytes()), ("llama.context_length", "u32", n_ctx)
-    (folder / "endless.gguf").write_bytes(file.plus(*changed).data())
-    return folder / "endless.gguf"
-
-
-def greedy_ids(forward, ids, n, n_ctx=10**9):
-    """n ids that follow, greedily; when the context is full, the first ids and the newest half stay."""
-    ids, made, cached = list(ids), [], 0
-    while len(made) < n:
-        if len(ids) > n_ctx:
-            ids, cached = ids[: min(4, n_ctx // 4)] + ids[-max(1, n_ctx // 2) :], 0
-        made.append(int(forward(ids[cached:], np.arange(cached, len(ids)))[-1].argmax()))
-        cached = len(ids)
-        ids.append(made[-1])
-    return made
-
-
-def json_ids(*arguments, **options):
-    return json.loads(output(*arguments, "--json", **options))["ids"]
-
-
-ABCD = [1, LETTER_PIECES.index("▁"), LETTER_PIECES.index("abc"), LETTER_PIECES.index("d")]  # ids of "abcd", BOS first
-
-
-def test_q8_from_the_command_line(engine, tmp_path):
-    """The type changes what is said, so that we see which it was; a head of 40 takes 40 + 2 * 4 bytes for a key, and
-    48 + 2 * 4 for a value, which is padded."""
-    path = endless(tmp_path, Net("llama", "F32", 64, 96, 4, 2, 40))
-    said = {}
-    for name, kv in [("f32", KV_F32), ("q8", KV_Q8)]:
-        with engine().session(path, kv_type=kv) as forward:
-            said[name] = greedy_ids(forward, ABCD, 100)
-        assert json_ids(path, "--kv", name, "-i", "abcd", "-t", 0, "-n", 100) == said[name]
-    assert said["q8"] != said["f32"]
-    per_token = 2 * 2 * (48 + 56)
-    shown = output(path, "-m", "info", "--kv", "q8", "-c", 8192).decode()
-    assert f"{per_token} bytes per token (q8), {per_token * 8192 / 2**20:.1f} MiB" in shown
-    stats = run(path, "--kv", "q8", "-i", "abcd", "-n", 5, "--stats").stderr.decode()
-    assert re.search(rf"KV cache\s+q8, {per_token} bytes per token, at most {per_token * 128 / 2**20:.1f} MiB", stats)
-
-
 # ---- the cache as a ring ----
-
-each_kv = pytest.mark.parametrize("kv", [KV_F32, KV_F16, KV_Q8], ids=["f32", "f16", "q8"])
-
 
 def window_net(window, **changes):
     return Net("llama", "F32", 32, 48, 4, 2, 8, window=window)._replace(**changes)
@@ -6109,7 +5438,7 @@ def window_net(window, **changes):
 def test_ring_changes_nothing(engine, tmp_path, window, kv):
     """1,500 positions, all of which one cache holds; the others are rings of 256 or 512. A window of 193 and chunks of
     64 need 256 slots, one of 194 needs 257."""
-    path, _, _, tokens = random_case(tmp_path, window_net(window), 1500)
+    path, _, _, tokens = random_case(tmp_path / "n.gguf", window_net(window), 1500)
     whole = engine().logits(path, tokens, n_ctx=1500, max_rows=1500, chunk=1500, threads=2, kv_type=kv)
     for chunk, build in [(1, "run"), (7, "run-plain"), (64, "run")]:
         got = engine(build).logits(path, tokens, n_ctx=1500, max_rows=chunk, chunk=chunk, kv_type=kv)
@@ -6119,7 +5448,7 @@ def test_ring_changes_nothing(engine, tmp_path, window, kv):
 @each_kv
 def test_sequences_in_rings(engine, tmp_path, kv):
     """Three copies of a text, each at another place and in a ring of 256 of its own, 50 rows a call in any order."""
-    path, _, _, tokens = random_case(tmp_path, window_net(100), 700)
+    path, _, _, tokens = random_case(tmp_path / "n.gguf", window_net(100), 700)
     whole = engine().logits(path, tokens, n_ctx=700, max_rows=700, chunk=700, kv_type=kv)
     rng, delay = np.random.default_rng(8), [0, 33, 300]
     rows = [(t, s) for step in range(1000) for s in range(3) if 0 <= (t := step - delay[s]) < 700]
@@ -6132,7 +5461,7 @@ def test_sequences_in_rings(engine, tmp_path, kv):
 @each_kv
 def test_past_of_a_ring_can_be_rewritten(engine, tmp_path, kv):
     """As far as it reaches: 256 slots hold positions 751 to 1006, and the window of position 850 begins at 751."""
-    path, _, _, tokens = random_case(tmp_path, window_net(100), 1100)
+    path, _, _, tokens = random_case(tmp_path / "n.gguf", window_net(100), 1100)
     whole = engine().logits(path, tokens, n_ctx=1100, max_rows=1100, chunk=1100, kv_type=kv)
     with engine().session(path, n_ctx=1100, max_rows=7, kv_type=kv) as forward:
         for at in range(0, 1007, 7):
@@ -6161,6 +5490,12 @@ RINGS = [("--chunk 256", 512), ("--chunk 1", 256), ("--chunk 156", 256), ("--chu
          ("-c 513", 512)]  # fmt: skip
 
 
+def test_a_window_wider_than_any_text(tmp_path):
+    """No sum of it overflows."""
+    path = endless(tmp_path, window_net(2**31 - 1), 1024)
+    sound(path, "-i", "a" * 300, "-n", 1, "--chunk", 7)
+
+
 @pytest.mark.parametrize("flags, ring", RINGS)
 def test_info_of_a_ring(windowed, flags, ring):
     """The window and a chunk, in whole blocks of 256, where that is less than the context."""
@@ -6179,11 +5514,8 @@ def test_memory_of_a_ring_does_not_grow_with_the_text(windowed):
 
 @pytest.fixture(scope="session")
 def letters(small, tmp_path_factory):
-    """As windowed, for the small vocabulary."""
-    file, _ = random_net(window_net(100, vocab_size=V))
-    path = tmp_path_factory.mktemp("letters") / "letters.gguf"
-    path.write_bytes(file.plus(("llama.context_length", "u32", 4096)).data())
-    return path
+    """As windowed, for the small vocabulary, of which it says only text."""
+    return endless(tmp_path_factory.mktemp("letters"), window_net(100, vocab_size=V), 4096, slice(259))
 
 
 def message(i, n=40):
@@ -6222,31 +5554,47 @@ def test_chat_in_a_ring(small, letters, tmp_path, name):
         assert most > 200 > 10 > least  # what was forgotten is run again
 
 
-def test_session_of_a_ring(small, letters, tmp_path):
-    """A conversation goes on from its file as if it had not been saved, whether or not the ring has wrapped; and with
-    turns taken back behind what was saved."""
-    for n in (1, 2, 5, 6, 7, 15):
-        lines, rest = [*map(message, range(n)), "/undo", "a"], ["b", *["/undo"] * 5, "c"]
-        whole, ring = (talk_in(small, letters, tmp_path, chunk) for chunk in (4096, 4))
-        path = tmp_path / f"{n}.chat"
-        want = whole.texts(*lines, *rest, session=tmp_path / f"{n}.whole")
-        assert ring.texts(*lines, session=path) + ring.texts(*rest, session=path) == want, n
+def test_q8_from_the_command_line(engine, tmp_path):
+    """The type changes what is said, so that we see which it was; a head of 40 takes 40 + 2 * 4 bytes for a key, and
+    48 + 2 * 4 for a value, which is padded."""
+    path = endless(tmp_path, Net("llama", "F32", 64, 96, 4, 2, 40))
+    said = {}
+    for name, kv in [("f32", KV_F32), ("q8", KV_Q8)]:
+        with engine().session(path, kv_type=kv) as forward:
+            said[name] = greedy_ids(forward, ABCD, 100)
+        assert json_ids(path, "--kv", name, "-i", "abcd", "-t", 0, "-n", 100) == said[name]
+    assert said["q8"] != said["f32"]
+    per_token = 2 * 2 * (48 + 56)
+    shown = output(path, "-m", "info", "--kv", "q8", "-c", 8192).decode()
+    assert f"{per_token} bytes per token (q8), {per_token * 8192 / 2**20:.1f} MiB" in shown
+    stats = run(path, "--kv", "q8", "-i", "abcd", "-n", 5, "--stats").stderr.decode()
+    assert re.search(rf"KV cache\s+q8, {per_token} bytes per token, at most {per_token * 128 / 2**20:.1f} MiB", stats)
 
 
-@pytest.mark.parametrize("places", [1, 2, 5])
-def test_batch_in_rings(small, letters, tmp_path, places):
-    """Prompts that share beginnings of all lengths, longer and shorter ones in turn: what a place takes over from
-    another, or from its own past, must still be there."""
-    text = "".join(map(message, range(15)))
-    lengths = [600, 460, 400, 330, 590, 500, 250, 420, 390, 600, 300]
-    (tmp_path / "prompts").write_text("".join(f"{text[:n]}{'abc'[i % 3]}\n" for i, n in enumerate(lengths)))
-    arguments = small.arguments(letters, "-m", "batch", "-f", tmp_path / "prompts", "-t", 0, "-n", 12, "-c", 1000)
-    said = [output(*arguments, *flags) for flags in [("-b", 1, "--chunk", 4096), ("-b", places, "--chunk", 4)]]
-    whole, ring = ([json.loads(line)["text"] for line in lines.splitlines()] for lines in said)
-    assert len(whole) == len(lengths) and ring == whole
+# ---- RoPE, stretched by a file and from the command line ----
 
 
-# ---- RoPE, stretched from the command line ----
+@pytest.mark.parametrize(
+    "name, keys",
+    [
+        ("linear", dict(factor=4.0)),
+        ("linear", dict(scale_linear=4.0)),
+        ("linear", dict(scale_linear=4.0, type="linear")),
+        ("linear", dict(scale_linear=9.0, factor=4.0)),  # the newer spelling counts
+        ("freqs", dict(factor=1.0)),  # this net has a tensor of divisors: that is all of Llama 3's stretching
+        ("freqs", dict(type="none", factor=4.0)),
+        ("freqs", dict(attn_factor=1.0, yarn_beta_fast=32.0)),
+        ("freqs", dict(type="llama3", factor=8.0)),
+    ],
+    ids=str,
+)
+def test_rope_by_any_name(engine, case, alone, tmp_path, name, keys):
+    file, _ = random_net(NETS[name])
+    file = file.without(*(key for key, _, _ in file.keys if ".rope.scal" in key))
+    names = {key: f"llama.rope.{'' if key == 'scale_linear' else 'scaling.'}{key}" for key in keys}
+    path = file.plus(*((names[key], kind_of(value), value) for key, value in keys.items())).write(tmp_path / "rope.gguf")
+    assert same(engine().logits(path, case(name).tokens), alone((name,), KV_F32))
+
 
 HOWS = ["linear", "ntk", "yarn"]
 each_how = pytest.mark.parametrize("how", HOWS)
@@ -6255,28 +5603,19 @@ STRETCHED = dict(plain=128, freqs=128, yarn=32, linear=32, qwen3_window=32)
 
 
 @pytest.fixture(scope="session")
-def stretched_case(net_case, tmp_path_factory):
-    """stretched_case(name): a NetCase whose net says what the context was before any stretching."""
+def stretched_case(case, tmp_path_factory):
+    """stretched_case(name): a Case whose net says what the context was before any stretching."""
     folder = tmp_path_factory.mktemp("plain")
 
     @functools.cache
     def make(name):
         if name == "plain":
-            case = random_case(folder, Net("llama", "F32", 64, 96, 2, 1, 32), N_TOKENS)
+            this = random_case(folder / "plain.gguf", Net("llama", "F32", 64, 96, 2, 1, 32), 128)
         else:
-            case = float_net_case(net_case, name)
-        return case._replace(net=case.net._replace(n_ctx=STRETCHED[name]))
+            this = case(name, dict(FLOAT_NETS)[name])
+        return this._replace(net=this.net._replace(n_ctx=STRETCHED[name]))
 
     return make
-
-
-def wrongly_stretched(net):
-    yield net._replace(factor=net.factor * 1.05)
-    yield from (net._replace(scaling=how) for how in ["", *HOWS] if how != net.scaling)
-    if net.scaling == "yarn":
-        yield net._replace(n_ctx=2 * net.n_ctx)
-    if net.freqs:
-        yield net._replace(freqs=False)
 
 
 @each_how
@@ -6286,13 +5625,13 @@ def test_stretched_rope_equals_oracle(engine, stretched_case, name, how, factor)
     """Divisors stay, and the file's own scaling does not. The wrong ways to do it are all far outside."""
     path, net, stored, tokens = stretched_case(name)
     net = net._replace(scaling=how, factor=factor)
-    got, want = engine().logits(path, tokens, stretch=(how, factor)), gguf_oracle(net, stored, tokens)
+    got, want = engine().logits(path, tokens, stretch=(how, factor)), oracle(net, stored, tokens)
     assert error(got, want) < F32_TOLERANCE
-    for wrong in wrongly_stretched(net):
-        if name == "qwen3_window" and wrong.n_ctx != net.n_ctx:
+    for wrong, options in wrong_versions(net):
+        if name == "qwen3_window" and (wrong.n_ctx != net.n_ctx or options.get("yarn_magnitude") is False):
             continue  # with heads of 6 it changes little
-        off = error(gguf_oracle(wrong, stored, tokens), want)
-        assert off > 30 * F32_TOLERANCE, (wrong, off)
+        off = error(oracle(wrong, stored, tokens, **options), want)
+        assert off > 30 * F32_TOLERANCE, (wrong, options, off)
 
 
 @each_how
@@ -6334,38 +5673,6 @@ def test_info_of_a_stretched_context(stretched_case, name, how):
         assert re.search(rf"RoPE base\s+{net.base:g}, {WORDS_OF[how]} by {factor} from {net.n_ctx}\n", shown), shown
         assert re.search(rf"trained context\s+{n_ctx}\n", shown)
         assert f"for a context of {min(n_ctx, 4096)}\n" in re.sub(r" \(a ring.*\)", "", shown)
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--rope-scaling", "ntk"], ["--rope-scaling", "--rope-factor"]),
-        (["--rope-factor", 2], ["--rope-scaling", "--rope-factor"]),
-        (["--rope-scaling", "llama3", "--rope-factor", 2], ["--rope-scaling", "linear", "ntk", "yarn", "'llama3'"]),
-        (["--rope-scaling", "", "--rope-factor", 2], ["--rope-scaling"]),
-        *((["--rope-scaling", "ntk", "--rope-factor", f], ["--rope-factor", f]) for f in "0.99 0 -2 nan x".split()),
-        (["--on-full", "drop"], ["--on-full", "stop", "slide", "'drop'"]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("mode", ["generate", "chat", "info", "perplexity"])
-def test_bad_ways_to_stretch(tmp_path, mode, flags, words):
-    """Seen before anything is loaded."""
-    refused(2, tmp_path / "no.model", "-m", mode, *flags, naming=words)
-
-
-def test_session_of_another_stretch(chat, small):
-    """Keys turned by other angles are of no use: a conversation is refused, or goes on as if always stretched."""
-    stretch = "--rope-scaling", "linear", "--rope-factor", "4"
-    want = chat("the cat", "is in", flags=stretch)[0]
-    first = chat("the cat", session=chat.folder / "file")[0]
-    arguments = *chat.arguments, "--json", "--session", chat.folder / "file", *stretch
-    result = run(*arguments, text=b"/undo\nthe cat\nis in\n")
-    assert first[0]["ids"] != want[0]["ids"]
-    if result.returncode == 0:
-        assert [json.loads(line)["ids"] for line in result.stdout.splitlines()] == [answer["ids"] for answer in want]
-    else:
-        assert b"another" in result.stderr
 
 
 # ---- a full context that slides ----
@@ -6544,27 +5851,6 @@ def test_batch_with_flags_equals_single_runs(asked, flags):
         needs_same_lines(batch(*COMMON, *flags, *more, text=jsonl(requests))[0], lines)
 
 
-@pytest.mark.parametrize("n_ctx", [2, 5, 16, 33])
-@pytest.mark.parametrize("flags", [[], ["--lookup", 3], ["--chunk", 3]], ids=str)
-def test_slide(engine, small, n_ctx, flags):
-    """A full context keeps its first tokens, 4 or a quarter of it, and the newest half, which moves down to them."""
-    c, tensors = read_checkpoint(small.random())
-    tensors["output"] = tensors["output"] * (np.arange(V) >= 3)[:, None]  # it never stops
-    model, text = small.folder / "endless", "" if n_ctx == 2 else "a"
-    write_checkpoint(model, 1, c, tensors)
-    prompt = SMALL.encode(text.encode())
-    ids, made = list(prompt), []
-    while len(made) < 80:
-        if len(ids) > n_ctx:
-            ids = ids[: min(4, n_ctx // 4)] + ids[-max(1, n_ctx // 2) :]
-        ids.append(int(engine().logits(model, np.array(ids, i32))[-1].argmax()))
-        made.append(ids[-1])
-    arguments = small.arguments(model, "-i", text, "-t", 0, "-n", 80 + len(prompt) - 1, "-c", n_ctx, "--json", *flags)
-    assert json.loads(output(*arguments, "--on-full", "slide"))["ids"] == made
-    short = json.loads(output(*arguments))["ids"]
-    assert short == made[: n_ctx - len(prompt) + 1]
-
-
 def test_batch_slides_like_single_runs(asked):
     """Contexts fill up, some of them several times, while others do not."""
     requests = [request for request, n in zip(asked.requests, asked.lengths) if n <= 64][:40]
@@ -6595,15 +5881,14 @@ def test_batch_of_a_llama2c_checkpoint(small):
 
 def test_batch_with_a_sliding_window(tmp_path):
     """The cache is a ring, which forgets what other prompts could have shared."""
-    file, _ = random_net(Net("llama", "F32", 32, 48, 4, 2, 8, window=100, n_layers=2))
-    (tmp_path / "ring.gguf").write_bytes(file.data())
+    ring = random_case(tmp_path / "ring.gguf", window_net(100), 1).path
     rng = random.Random(4)
     whole = "".join(rng.choice("abcdefg hij") for _ in range(500))
     prompts = [whole[: rng.choice([30, 120, 300, 500])] + f"{i}"[-1] for i in range(24)]
     requests = [dict(prompt=prompt, max_tokens=60, seed=i) for i, prompt in enumerate(prompts)]
-    flags = [tmp_path / "ring.gguf", "-c", 600, "--chunk", 32, "--logprobs", 1]
+    flags = [ring, "-c", 600, "--chunk", 32, "--logprobs", 1]
     lines = single_runs(flags, requests)
-    for more in (["-b", 1], ["-b", 4], ["-b", 4, "--lookup", 5]):
+    for more in (["-b", 1], ["-b", 4], ["-b", 2, "--chunk", 4], ["-b", 5, "--chunk", 4], ["-b", 4, "--lookup", 5]):
         needs_same_lines(batch(*flags, *more, text=jsonl(requests))[0], lines)
     slides = [*flags[:2], 300, "--on-full", "slide", *flags[3:]]
     requests = [request | dict(prompt=request["prompt"][-200:], max_tokens=350) for request in requests[:6]]
@@ -6629,8 +5914,8 @@ def test_a_prompt_a_line(asked, tmp_path):
 
 @pytest.mark.parametrize("build", ["build/plain", "build/debug"])
 def test_batch_on_other_builds(asked, build):
-    lines, _ = batch(*COMMON, "--logprobs", 2, "-b", 5, program=build, text=jsonl(asked.requests[:30]))
-    needs_same_lines(lines, asked.lines[:30])
+    lines, _ = batch(*COMMON, "--logprobs", 2, "-b", 5, program=build, text=jsonl(asked.requests[:15]))
+    needs_same_lines(lines, asked.lines[:15])
 
 
 # ---- batch: lines in, lines out ----
@@ -6885,8 +6170,7 @@ def damaged_lines(draw):
 def test_hostile_lines(small, lines, json_first):
     text = b"\n".join([SOUND[0]] * json_first + lines)
     flags = small.arguments(small.alphabet, "-n", 12, "-j", 1, "-b", 3, "--echo", "-m", "batch")
-    result = run(*flags, text=text, program="build/debug", env=SANITIZERS)
-    assert result.returncode in (0, 1) and b"Sanitizer" not in result.stderr and b"runtime error" not in result.stderr
+    result = sound(*flags, text=text, codes=(0, 1))
     done = [json.loads(line.decode()) for line in result.stdout.splitlines()]
     bad = result.stderr.count(b"run: standard input: line ")
     assert (result.returncode == 1) == (bad > 0)
@@ -6898,40 +6182,13 @@ def test_sanitizers_find_nothing_in_a_batch(small, tmp_path):
     requests = [dict(prompt="the cat is in the hat"[: 3 * i], seed=i, stop=["zz"], id=str(i)) for i in range(8)]
     (tmp_path / "a.jsonl").write_bytes(jsonl(requests) + b"{\n")
     (tmp_path / "out").write_bytes(b"")
-    model, env = small.random(), dict(UBSAN_OPTIONS="halt_on_error=1")
+    model = small.random()
     for flags in (["--stats"], ["--logprobs", 3, "--echo", "--chunk", 5], ["--lookup", 3, "--unordered"],
                   ["--kv", "q8", "--on-full", "slide", "-n", 150], ["-o", tmp_path / "out", "--resume"]) * 2:  # fmt: skip
         arguments = small.arguments(model, "-m", "batch", "-f", tmp_path / "a.jsonl", "-b", 3, *flags)
-        result = run(*arguments, program="build/debug", env=env)
-        assert result.returncode == 1 and b"Sanitizer" not in result.stderr, result.stderr
+        sound(*arguments, codes=[1])
     for flags in (["--lookup", 3], ["--draft", small.noise], ["--draft", model, "--logprobs", 2, "--json", "--echo"]):
-        result = run(*small.arguments(model, "-n", 60, "-i", "the cat", *flags), program="build/debug", env=env)
-        assert result.returncode == 0 and b"Sanitizer" not in result.stderr, result.stderr
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--resume", "-i", "a"], ["--resume", "--output"]),
-        (["-b", 0, "-i", "a"], ["--batch", "'0'"]),
-        (["-b", 5000, "-i", "a"], ["--batch", 4096]),
-        (["--draft", "MODEL", "-i", "a"], ["--draft", "batch"]),
-        (["--draft", "MODEL", "--lookup", 3, "-i", "a"], ["--draft", "--lookup"]),
-        (["-m", "generate", "-o", "x"], ["--output", "batch", "generate"]),
-        (["-m", "chat", "--unordered"], ["--unordered", "batch", "chat"]),
-        (["-m", "perplexity", "--resume", "-i", "a"], ["--resume", "batch"]),
-        (["-i", "a", "-f", "b"], ["--prompt", "--file"]),
-        (["--logprobs", -1, "-i", "a"], ["--logprobs"]),
-        (["--lookup", 65, "-i", "a"], ["--lookup", 64]),
-        (["--on-full", "jump", "-i", "a"], ["--on-full", "slide", "'jump'"]),
-        (["-m", "generate", "--logprobs", 2, "-i", "a"], ["--logprobs", "--json"]),
-        ([], ["batch", "--file"]),
-    ],
-    ids=str,
-)
-def test_bad_usage_of_a_batch(small, flags, words):
-    flags = [small.alphabet if flag == "MODEL" else flag for flag in flags]
-    refused(2, *small.arguments(small.alphabet, *([] if "-m" in flags else ["-m", "batch"]), *flags), naming=words)
+        sound(*small.arguments(model, "-n", 60, "-i", "the cat", *flags))
 
 
 def test_files_that_a_batch_cannot_have(small, tmp_path):
@@ -6946,12 +6203,22 @@ def test_files_that_a_batch_cannot_have(small, tmp_path):
     assert (tmp_path / "out").read_text() == "precious"
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_batch_on_a_full_disk(small):
-    for flags in ([], ["-o", "/dev/full"], ["--unordered"]):
-        with open("/dev/full", "wb") as full:
-            result = run(*small.arguments(small.alphabet, "-m", "batch", *flags), text=b"a\nb\n", stdout=full)
-        assert result.returncode == 1 and re.fullmatch(rb"run: .* cannot write: .*\n", result.stderr), result.stderr
+def test_output_of_a_batch_is_not_its_input(small, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(b"the cat\n")
+    batch = small.arguments(small.alphabet, "-m", "batch", "-o", prompts)
+    with open(prompts, "rb") as source:
+        refused(2, *batch, naming=[prompts], stdin=source)
+    refused(2, *batch, "-f", prompts, naming=[prompts])
+    assert prompts.read_bytes() == b"the cat\n"
+    refused(2, *small.arguments(small.alphabet, "-m", "batch", "-o", "/dev/full", "--resume"), text=b"a\n", naming=["/dev/full"])
+
+
+def test_an_array_is_not_json_lines(small, tmp_path):
+    path = tmp_path / "requests.json"
+    path.write_bytes(b'[{"prompt": "a"},\n{"prompt": "b"}]\n')
+    result = run(*small.arguments(small.alphabet, "-m", "batch", "-f", path))
+    assert result.returncode == 1 and not result.stdout and b"line 1: expected {" in result.stderr
 
 
 # ---- batch: interrupted, and gone on with ----
@@ -6963,7 +6230,7 @@ def started(*arguments):
 
 def wait_for_lines(process, path, n):
     """Until there are so many lines, or it has ended."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < end:
         if path.exists() and path.read_bytes().count(b"\n") >= n:
             return
@@ -6974,7 +6241,7 @@ def wait_for_lines(process, path, n):
 def long_batch(asked, tmp_path_factory):
     """(the command, the lines that it writes)"""
     file = tmp_path_factory.mktemp("long") / "requests.jsonl"
-    file.write_bytes(jsonl([request | dict(max_tokens=100, stop=[]) for request in asked.requests]))
+    file.write_bytes(jsonl([request | dict(max_tokens=100, stop=[]) for request in asked.requests[:100]]))
     command = [STORIES, "-s", 3, "-m", "batch", "-f", file, "-b", 4, "-j", 1]
     return command, output(*command).splitlines(True)
 
@@ -6982,25 +6249,27 @@ def long_batch(asked, tmp_path_factory):
 @pytest.mark.parametrize("how", [[], ["--unordered"]], ids=str)
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_resume(long_batch, tmp_path, kill, how):
-    """Interrupted four times, at any moment."""
+    """Interrupted four times, at any moment; on a busy machine it may be done before."""
     command, lines = long_batch
     out, seen = tmp_path / "out.jsonl", 0
-    for more in (1, 30, 1, 80):
+    for more in (1, 15, 1, 40):
         with started(*command, *how, "-o", out, "--resume") as process:
             wait_for_lines(process, out, seen + more)
             time.sleep(random.random() / 100)
             process.send_signal(kill)
             message = process.stderr.read().decode()
         done = out.read_bytes()
+        if process.returncode == 0:
+            break
         if kill == signal.SIGINT:
             assert process.returncode == 130 and "--resume" in message and done.endswith(b"\n")
         else:
             assert process.returncode == -signal.SIGKILL
         done = done[: done.rfind(b"\n") + 1].splitlines(True)
-        assert seen + more <= len(done) < len(lines) and set(done) <= set(lines)
+        assert seen + more <= len(done) <= len(lines) and set(done) <= set(lines)
         seen = len(done)
     result = run(*command, *how, "-o", out, "--resume")
-    assert result.returncode == 0 and re.search(rb"^200 of 200 done", result.stderr, re.M)
+    assert result.returncode == 0 and re.search(rb"^100 of 100 done", result.stderr, re.M)
     found = out.read_bytes().splitlines(True)
     assert sorted(found) == sorted(lines) if how else found == lines
     tokens = int(re.search(rb"done, (\d+) tokens", result.stderr)[1])
@@ -7065,10 +6334,10 @@ def figures(message):
     return tuple(map(int, rows.groups() + static.groups()))
 
 
-@pytest.mark.parametrize("b", [1, 3, 16, 150])
+@pytest.mark.parametrize("b", [1, 3, 16, 70])
 @pytest.mark.parametrize("how", [[], ["--chunk", 9, "--unordered"], ["--lookup", 4]], ids=str)
 def test_static_batching_would_have_cost(asked, b, how):
-    requests = [{k: v for k, v in request.items() if k != "stop"} for request in asked.requests]
+    requests = [{k: v for k, v in request.items() if k != "stop"} for request in asked.requests[::2]]
     for request in requests[::9]:
         request["max_tokens"] = 0  # some of them end by themselves
     lines, message = batch(*COMMON, "-b", b, "--stats", *how, text=jsonl(requests))
@@ -7076,7 +6345,7 @@ def test_static_batching_would_have_cost(asked, b, how):
     assert {"stop", "length"} == {result["finish_reason"] for result in results}
     cost = [
         prompt + len(result["tokens"]) + (result["finish_reason"] == "stop") - 1
-        for prompt, result in zip(asked.lengths, results)
+        for prompt, result in zip(asked.lengths[::2], results)
     ]
     groups = [cost[i : i + b] for i in range(0, len(cost), b)]
     static = sum(len(group) * max(group) for group in groups)
@@ -7121,21 +6390,9 @@ def log_softmax(logits):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def sampled_logprobs(logits, temperature=1.0, top_k=0, min_p=0.0, top_p=0.0, penalty=1.0, history=()):
+def sampled_logprobs(logits, **options):
     """{id: log-probability} of what may be drawn, in float64."""
-    x = np.array(logits, f64)
-    for id in set(history):
-        x[id] = x[id] / penalty if x[id] > 0 else x[id] * penalty
-    falling = np.lexsort((np.arange(len(x)), -x))
-    if temperature == 0:
-        return {int(falling[0]): 0.0}
-    ids = falling[: top_k or None]
-    p = np.exp((x[ids] - x[ids[0]]) / temperature)
-    p /= p.sum()
-    ids, p = ids[p >= min_p * p[0]], p[p >= min_p * p[0]]
-    if 0 < top_p < 1:
-        n = 1 + np.searchsorted(np.cumsum(p), top_p, side="right")
-        ids, p = ids[:n], p[:n]
+    ids, p = survivors(logits, **options)
     return dict(zip(ids.tolist(), np.log(p / p.sum()).tolist()))
 
 
@@ -7219,21 +6476,8 @@ def test_scores_of_a_prompt(engine, small, flags, options):
     assert made["logprobs"] == result["logprobs"][len(prompt) :] and made["ids"] == ids[len(prompt) :]
 
 
-def test_scores_of_a_prompt_equal_perplexity(stories_encode, tmp_path):
-    text = (ROOT / "testdata" / "stories.txt").read_text()[:900]
-    (tmp_path / "text").write_text(text)
-    flags = STORIES, "-n", 1, "--echo", "--logprobs", 0
-    (line,), _ = batch(*flags, text=jsonl([dict(prompt=text)]))
-    scores = [score["logprob"] for score in json.loads(line)["logprobs"]][1 : len(stories_encode(text.encode()))]
-    value, _, _ = perplexity(output(STORIES, "-m", "perplexity", "-f", tmp_path / "text", "--window", 500).decode())
-    assert value == pytest.approx(math.exp(-np.mean(scores)), rel=1e-4)
-
-
 def test_the_token_that_stops_has_no_score(small):
-    table = chain(alphabet)
-    table[PIECES.index(b"e")] = 0
-    table[PIECES.index(b"e"), EOS] = 30
-    result = json.loads(small.greedy(small.table("stops", table), "--json", "--logprobs", 1))
+    result = json.loads(small.greedy(small.table("stops", stop_after_e(EOS)), "--json", "--logprobs", 1))
     assert result["text"] == "abcde" and len(result["ids"]) == len(result["logprobs"]) == 5
 
 
@@ -7251,12 +6495,10 @@ def told(prompt, *flags):
 @pytest.fixture(scope="session")
 def drafts(tmp_path_factory):
     """Ways to guess: from the text, with the same model, and with one of the same vocabulary and weaker last layers."""
-    path, file = tmp_path_factory.mktemp("drafts") / "other.bin", FlatFile(STORIES.read_bytes())
-    data, dim = bytearray(file.data), file["dim"]
-    for layer in (4, 5):
-        at = file[4, layer, "panels"]  # its feed-forward norm
-        norm = np.frombuffer(data, "<f4", dim, at) * f32(0.6)
-        data[at : at + 4 * dim] = norm.tobytes()
+    path, data = tmp_path_factory.mktemp("drafts") / "other.gguf", bytearray(STORIES.read_bytes())
+    for tensor in gguf.GGUFReader(STORIES).tensors:
+        if tensor.name in ("blk.4.ffn_norm.weight", "blk.5.ffn_norm.weight"):
+            data[tensor.data_offset : tensor.data_offset + tensor.n_bytes] = (tensor.data * f32(0.6)).tobytes()
     path.write_bytes(data)
     return dict(lookup=("--lookup", 4), same=("--draft", STORIES), other=("--draft", path, "--draft-tokens", 3))
 
@@ -7264,8 +6506,8 @@ def drafts(tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0, 0.7, 1.3])
 @pytest.mark.parametrize("how", ["lookup", "same", "other"])
 def test_speculation_changes_nothing(asked, drafts, how, temperature):
-    shorts = [request["prompt"] for request, n in zip(asked.requests, asked.lengths) if n < 120][:50]
-    assert len(shorts) == 50
+    shorts = [request["prompt"] for request, n in zip(asked.requests, asked.lengths) if n < 120][:25]
+    assert len(shorts) == 25
     made = accepted = 0
     for prompt in shorts:
         flags = "-n", 40, "-t", temperature
@@ -7321,6 +6563,17 @@ def looked_up(ids, n):
     return (period * n)[:n] if best[0] > 1 else []
 
 
+def speculated(ids, whole, guess):
+    """(steps, drafts, drafts accepted) while ids become whole; guess(ids) is what is drafted behind them."""
+    steps = drafted = accepted = 0
+    while len(ids) < len(whole):
+        draft = guess(ids)
+        right = next((i for i, id in enumerate(draft) if id != whole[len(ids) + i]), len(draft))
+        steps, drafted, accepted = steps + 1, drafted + len(draft), accepted + right
+        ids = whole[: len(ids) + right + 1]
+    return steps, drafted, accepted
+
+
 @pytest.mark.parametrize("k", [1, 3, 64])
 @pytest.mark.parametrize("flags", [["-t", 0], ["-t", 1, "-p", 0.5], ["-t", 0, "-c", 100]], ids=str)
 def test_lookup_guesses_what_stood_there_before(stories_encode, k, flags):
@@ -7328,18 +6581,11 @@ def test_lookup_guesses_what_stood_there_before(stories_encode, k, flags):
     n, context = 120, 100 if "-c" in flags else 512
     got, figures = told(prompt, "-n", n, *flags, "--lookup", k, "--stats")
     ids = stories_encode(prompt.encode())
-    begin, whole = len(ids), ids + got["ids"]
-    most = min(n, context - begin + 1)
-    assert len(got["ids"]) == most
-    steps = drafted = accepted = 0
-    while len(ids) < len(whole):
-        room = min(most - (len(ids) - begin) - 1, context - len(ids))
-        draft = looked_up(ids, min(k, room))
-        right = next((i for i, id in enumerate(draft) if id != whole[len(ids) + i]), len(draft))
-        steps, drafted, accepted = steps + 1, drafted + len(draft), accepted + right
-        ids = whole[: len(ids) + right + 1]
-    assert (figures["steps"], figures["drafted_tokens"], figures["accepted_tokens"]) == (steps, drafted, accepted)
-    assert accepted > 0
+    end = len(ids) + min(n, context - len(ids) + 1)
+    whole = ids + got["ids"]
+    assert len(whole) == end
+    right = speculated(ids, whole, lambda ids: looked_up(ids, min(k, end - len(ids) - 1, context - len(ids))))
+    assert (figures["steps"], figures["drafted_tokens"], figures["accepted_tokens"]) == right and right[2] > 0
 
 
 def test_drafts_are_what_the_small_model_says(engine, stories_encode, drafts):
@@ -7347,17 +6593,11 @@ def test_drafts_are_what_the_small_model_says(engine, stories_encode, drafts):
     prompt = "Lily had a red ball. Tom"
     got, figures = told(prompt, "-n", 60, "-t", 0, *drafts["other"], "--stats")
     ids = stories_encode(prompt.encode())
-    whole, steps, drafted, accepted = ids + got["ids"], 0, 0, 0
+    whole = ids + got["ids"]
     with engine().session(drafts["other"][1], kv_type=KV_F16) as forward:
-        while len(ids) < len(whole):
-            guess = list(ids)
-            for _ in range(min(3, len(whole) - len(ids) - 1)):
-                guess.append(int(forward(guess, np.arange(len(guess)))[-1].argmax()))
-            right = next((i for i in range(len(ids), len(guess)) if guess[i] != whole[i]), len(guess)) - len(ids)
-            steps, drafted, accepted = steps + 1, drafted + len(guess) - len(ids), accepted + right
-            ids = whole[: len(ids) + right + 1]
-    assert (figures["steps"], figures["drafted_tokens"], figures["accepted_tokens"]) == (steps, drafted, accepted)
-    assert 0 < accepted < drafted
+        right = speculated(ids, whole, lambda ids: greedy_ids(forward, ids, min(3, len(whole) - len(ids) - 1)))
+    assert (figures["steps"], figures["drafted_tokens"], figures["accepted_tokens"]) == right
+    assert 0 < right[2] < right[1]
 
 
 def test_what_repeats_is_accepted(small):
@@ -7371,21 +6611,15 @@ def test_what_repeats_is_accepted(small):
 
 
 def test_drafts_of_other_vocabularies(small, tmp_path):
-    other = tmp_path / "other.bin"
-    data = STORIES.read_bytes()
-    file = FlatFile(data)
-    begin, end = file.arrays()["bytes"], file.arrays()["pre"]
-    pieces = data[begin:end].replace(b" little", b" lottle", 1)
-    assert pieces != data[begin:end]
-    other.write_bytes(data[:begin] + pieces + data[end:])
+    other, data = tmp_path / "other.gguf", STORIES.read_bytes()
+    assert "▁little".encode() in data
+    other.write_bytes(data.replace("▁little".encode(), "▁lottle".encode(), 1))
     flags = "-i", "a", "--draft"
     refused(1, STORIES, *flags, other, naming=[other, " little", " lottle"])
     refused(1, STORIES, *flags, small.noise, naming=[small.noise, 2048, V])
     refused(1, *small.arguments(small.noise, *flags, STORIES), naming=[STORIES, 2048, V])
     refused(1, *small.arguments(small.noise, *flags, tmp_path / "missing"), naming=[tmp_path / "missing"])
     refused(1, *small.arguments(small.noise, *flags, small.tokenizer), naming=[small.tokenizer])
-    refused(2, STORIES, *flags, STORIES, "--lookup", 2, naming=["--draft", "--lookup"])
-    refused(2, STORIES, *flags, STORIES, "--draft-tokens", 0, naming=["--draft-tokens"])
 
 
 @pytest.mark.parametrize(
@@ -7402,29 +6636,65 @@ def test_speculation_in_a_chat(chat, small, flags):
         assert "--lookup" in how or sum(a["drafted_tokens"] for a in answers) > 0
 
 
-# ---- what users tried ----
-
-
-def test_output_of_a_batch_is_not_its_input(small, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_bytes(b"the cat\n")
-    batch = small.arguments(small.alphabet, "-m", "batch", "-o", prompts)
-    with open(prompts, "rb") as source:
-        refused(2, *batch, naming=[prompts], stdin=source)
-    refused(2, *batch, "-f", prompts, naming=[prompts])
-    assert prompts.read_bytes() == b"the cat\n"
-    refused(2, *small.arguments(small.alphabet, "-m", "batch", "-o", "/dev/full", "--resume"), text=b"a\n", naming=["/dev/full"])
-
-
-def test_an_array_is_not_json_lines(small, tmp_path):
-    path = tmp_path / "requests.json"
-    path.write_bytes(b'[{"prompt": "a"},\n{"prompt": "b"}]\n')
-    result = run(*small.arguments(small.alphabet, "-m", "batch", "-f", path))
-    assert result.returncode == 1 and not result.stdout and b"line 1: expected {" in result.stderr
-
-
 @needs_shared
 def test_control_pieces_of_a_draft_may_be_spelled_otherwise():
     """tok512.bin has line breaks around its <s>, the GGUF file does not."""
     tale = MODELS / "stories260K.bin", "-z", MODELS / "tok512.bin", "-i", "Once", "-t", 0, "-n", 60
     assert output(*tale, "--draft", MODELS / "stories260K.q4_0.gguf") == output(*tale)
+
+
+# ---- run.c is laid out as it says ----
+
+
+def sections_of(source):
+    """{number: (name, lines)}: each from the rule above its `// §N Name` to the next one's."""
+    lines = source.splitlines()
+    heads = [(i, re.match(r"// §(\d+)\s+(.+)", line)) for i, line in enumerate(lines)]
+    heads = [(i - lines[i - 1].startswith("// ---"), int(m[1]), m[2].strip()) for i, m in heads if m]
+    ends = [begin for begin, _, _ in heads[1:]] + [len(lines)]
+    return {number: (name, end - begin) for (begin, number, name), end in zip(heads, ends)}
+
+
+def map_of(source):
+    """({number: (name, lines, must | may | need not)}, {part: its first section})"""
+    top, found, parts, part = source[: source.index("*/")], {}, {}, None
+    for line in top.splitlines():
+        if m := re.match(r"\s*PART (I+)\b", line):
+            part = m[1]
+        if m := re.match(r"\s*§(\d+)\s+(\S.*?)\s\s+(\d+)\s+(must|may|need not)\s+\S", line):
+            found[int(m[1])] = m[2], int(m[3]), m[4]
+            parts.setdefault(part, int(m[1]))
+    return found, parts
+
+
+def functions_of(source):
+    """[(name, lines)], from the line of the name to that of the closing brace."""
+    found, begin, name = [], 0, None
+    for i, line in enumerate(source.splitlines()):
+        if (m := re.match(r"(?:__attribute__\(\(.*?\)\)+ )?[A-Za-z][\w *]*?(\w+)\(", line)) and not line.endswith(";"):
+            begin, name = i, m[1]
+        if name and line[:1] not in (" ", "#") and line.endswith("}"):
+            found.append((name, i - begin + 1))
+            name = None
+    return found
+
+
+def test_the_map_is_true():
+    source = (ROOT / "run.c").read_text()
+    (map, parts), sections = map_of(source), sections_of(source)
+    assert list(map) == list(sections) == list(range(1, len(sections) + 1)) and list(parts) == ["I", "II", "III"]
+    assert {n: (name.lower(), lines) for n, (name, lines, _) in map.items()} == {
+        n: (name.lower(), lines) for n, (name, lines) in sections.items()
+    }
+    assert all(lines <= 500 for _, lines in sections.values())
+    part_one = source.count("\n") - sum(lines for n, (_, lines) in sections.items() if n >= parts["II"])
+    assert part_one <= 2900
+
+
+def test_run_c_keeps_its_limits():
+    source = (ROOT / "run.c").read_text()
+    lines, functions = source.splitlines(), functions_of(source)
+    assert len(lines) <= 6640
+    assert [line for line in lines if len(line) > 120] == []
+    assert len(functions) > 300 and {"main", "forward"} <= {name for name, _ in functions}
+    assert [(name, n) for name, n in functions if n > 60] == []

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Trains the model in the box, models/stories.bin: a small Llama that tells stories for children.
+"""Trains the model in the box, models/stories.flat.gguf: a small Llama that tells stories for children.
 
     python3 models/train.py [--data ../shared/corpora] [--out build/stories] [--minutes 58] [--resume]
-    python3 export.py models/stories.bin --from build/stories --dtype q8
+    python3 export.py models/stories.flat.gguf --from build/stories --dtype q8
 
 OUT becomes a Hugging Face directory (config.json, model.safetensors, tokenizer.json); beside these lie heldout.txt,
 which the model never saw, log.csv and checkpoint.pt. Needs: pip install torch==2.13.0 tokenizers safetensors numpy

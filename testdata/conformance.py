@@ -2,14 +2,14 @@
 ids a text has. `make conformance` runs this file; it is not part of `make test`, because of the size of torch.
 
     pytest testdata/conformance.py
-    python testdata/conformance.py --golden     writes the golden files beside it: *.bin and golden.npz
+    python testdata/conformance.py --golden     writes the golden files beside it: *.flat.gguf, golden.npz
 
 Models are small and random, with a tokenizer trained on the spot. Each goes the whole way: transformers saves it,
-export.py turns the directory into a .bin, run.c reads that."""
+export.py turns the directory into a flat checkpoint, run.c reads that. PyTorch's checkpoints are read here, too."""
 
 import functools
+import json
 import random
-import subprocess
 import sys
 import tempfile
 import unicodedata
@@ -27,7 +27,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from test_all import Engine, Library, output  # noqa: E402
+from test_all import (  # noqa: E402
+    Config, Engine, Flat, Library, export, needs_same_logits, output, random_tensors, write_checkpoint,
+)  # fmt: skip
 
 HERE = ROOT / "testdata"
 NPM = ROOT / ".venv-conformance" / "npm"
@@ -191,11 +193,6 @@ def greedy(logits_after, tokens, n):
     return tokens[len(tokens) - n :], margin
 
 
-def export(*arguments):
-    result = subprocess.run([sys.executable, ROOT / "export.py", *map(str, arguments)], capture_output=True)
-    assert result.returncode == 0, result.stderr.decode()
-
-
 @functools.cache
 def engine():
     return Engine(ROOT / "build" / "run.so")
@@ -231,9 +228,10 @@ def case(tmp_path_factory):
         vocab_size = tokenizer.get_vocab_size() + 3  # more embeddings than pieces, as models often have
         model = build(name, family, vocab_size)
         save(model, family, tokenizer, folder / "hf")
-        export(folder / "flat.bin", "--from", folder / "hf", "--dtype", "f32")
+        export(folder / "model.flat.gguf", "--from", folder / "hf", "--dtype", "f32")
         tokens = np.random.default_rng(1).integers(vocab_size, size=N_PROMPT).tolist()
-        return Case(family, model, tokenizer, folder / "hf", folder / "flat.bin", tokens, logits_of(model, tokens))
+        logits = logits_of(model, tokens)
+        return Case(family, model, tokenizer, folder / "hf", folder / "model.flat.gguf", tokens, logits)
 
     return make
 
@@ -474,13 +472,13 @@ def ids_by(library, path):
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_ids(library, name, tmp_path):
-    """From the same directory, through .bin and through GGUF."""
+    """From the same directory, through both kinds of .gguf."""
     reference = VOCABULARIES[name]()
     family = Family("Llama", sizes(2, 2, 1, 1, n_layers=1))
     (tmp_path / "hf").mkdir()
     save(build(name, family, reference.get_vocab_size()), family, None, tmp_path / "hf")
     reference.save(str(tmp_path / "hf" / "tokenizer.json"))
-    for out in ("flat.bin", "model.gguf"):
+    for out in ("model.flat.gguf", "model.gguf"):
         export(tmp_path / out, "--from", tmp_path / "hf")
         ids = ids_by(library, tmp_path / out)
         for text in [*known_strings(), *random_strings(2000, 1)]:
@@ -491,12 +489,52 @@ def test_ids(library, name, tmp_path):
 
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="no SmolLM2: make smollm2")
 def test_ids_of_smollm2_in_both_files(library, tmp_path):
-    export(tmp_path / "flat.bin", "--from", SMOLLM2)
-    of_gguf, of_flat = ids_by(library, SMOLLM2), ids_by(library, tmp_path / "flat.bin")
+    export(tmp_path / "model.flat.gguf", "--from", SMOLLM2)
+    of_gguf, of_flat = ids_by(library, SMOLLM2), ids_by(library, tmp_path / "model.flat.gguf")
     reference = gguf_tokenizer(SMOLLM2)
     for text in [*known_strings(), *random_strings(2000, 2)]:
         wanted = reference.encode(text, add_special_tokens=False).ids
         assert of_gguf(text) == wanted and of_flat(text) == wanted, text
+
+
+# ---- PyTorch's checkpoints ----
+
+
+def test_pytorch_checkpoints(tmp_path):
+    """llama2.c's .pt; Meta's shards, the embedding cut along its columns or its rows."""
+    c = Config(64, 96, 2, 4, 2, 80, 64, False)
+    tensors = random_tensors(c)
+    write_checkpoint(tmp_path / "want.bin", 0, c, tensors)
+    parts = dict(wq="attention.wq", wk="attention.wk", wv="attention.wv", wo="attention.wo", w1="feed_forward.w1",
+                 w2="feed_forward.w2", w3="feed_forward.w3")  # fmt: skip
+    parts |= dict(attention_norm="attention_norm", ffn_norm="ffn_norm")
+    state = {f"{name}.weight": torch.tensor(tensors[name]) for name in ("tok_embeddings", "norm", "output")}
+    for ours, theirs in parts.items():
+        state |= {f"layers.{l}.{theirs}.weight": torch.tensor(tensors[ours][l]) for l in range(2)}
+    sizes = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2)
+    checkpoint = dict(model={f"_orig_mod.{name}": w for name, w in state.items()})
+    checkpoint["model_args"] = sizes | dict(vocab_size=80, max_seq_len=64)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    export(tmp_path / "m.bin", "--from", tmp_path / "ckpt.pt", "--version", 0)
+    assert (tmp_path / "m.bin").read_bytes() == (tmp_path / "want.bin").read_bytes()
+    for axis in (0, 1):
+        folder = tmp_path / f"meta-{axis}"
+        folder.mkdir()
+        (folder / "params.json").write_text(json.dumps(sizes | dict(norm_eps=1e-5, vocab_size=-1)))
+        for shard in (0, 1):
+            cut = {"tok_embeddings.weight": axis}
+            cut |= {name: 1 for name in state if name.endswith(("wo.weight", "w2.weight"))}
+            part = {
+                name: w if w.dim() == 1 else w.chunk(2, cut.get(name, 0))[shard].clone() for name, w in state.items()
+            }
+            torch.save(part, folder / f"consolidated.0{shard}.pth")
+        export(tmp_path / f"{axis}.flat.gguf", "--from", folder)
+        needs_same_logits(engine, tmp_path / "want.bin", tmp_path / f"{axis}.flat.gguf")
+    (folder / "params.json").write_text(json.dumps(sizes | dict(norm_eps=1e-5, rope_theta=5e5, use_scaled_rope=True)))
+    export(tmp_path / "n.flat.gguf", "--from", folder, code=2, naming=["--rope-factor"])
+    export(tmp_path / "n.flat.gguf", "--from", folder, "--rope-factor", 8)
+    divisors = Flat(tmp_path / "n.flat.gguf").tensors["rope_freqs.weight"]
+    assert divisors.shape == (8,) and divisors[0] == 1 and divisors[-1] == 8
 
 
 # ---- golden files: the same without torch, for `make test` ----
@@ -528,7 +566,8 @@ def write_golden():
         with tempfile.TemporaryDirectory() as folder:
             save(model, family, tokenizer, Path(folder) / "hf")
             dtype = "f16" if family.dtype == torch.float16 else "f32"
-            export(HERE / f"{name}.bin", "--from", Path(folder) / "hf", "--dtype", dtype, "--name", f"golden {name}")
+            out = HERE / f"{name}.flat.gguf"
+            export(out, "--from", Path(folder) / "hf", "--dtype", dtype, "--name", f"golden {name}")
         arrays[f"{name}_tokens"] = np.array(tokens, np.int32)
         arrays[f"{name}_greedy"] = np.array(following, np.int32)
         arrays[f"{name}_log_probabilities"] = log_probabilities(logits_of(model, tokens)).astype(np.float32)
