@@ -743,7 +743,7 @@ ALWAYS_INLINE Floats floats_set(float x) { return x - (Floats){0}; }
 ALWAYS_INLINE Ints ints_set(int32_t x) { return x - (Ints){0}; }
 
 // All lanes the 4 bytes at p.
-ALWAYS_INLINE Ints ints_splat(const void *p) { return ints_set((int32_t)load_u32(p)); }
+ALWAYS_INLINE Ints ints_splat(const void *p) { return (Ints)floats_set(float_from_bits(load_u32(p))); }
 
 ALWAYS_INLINE Floats floats_splat(const void *p) { return (Floats)ints_splat(p); }
 
