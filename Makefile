@@ -14,16 +14,15 @@
 #
 # To choose the compiler or its flags: make CC=clang CFLAGS="-O2 -g". After such a change, make -B rebuilds.
 
-# -O2, with a vectoriser that weighs each loop (below): plain loops become vector code, as with -O3, whose other passes
-# make the build longer and no figure of the bench better.
-CFLAGS ?= -O2
+# -O3: the plainest loops become vector code only at this level (gcc).
+CFLAGS ?= -O3
 
 # What the answer depends on, so it comes last and is not for changing:
 # -std=gnu11: C11 and what POSIX adds (mmap, clocks, signals).
 # -ffp-contract=off: a*b + c is rounded twice, as it is written. Where run.c wants one rounding it calls fma. A compiler
 #   free to choose would choose differently in each build, and no two builds would agree to the last bit.
 # Never -Ofast or -ffast-math: they let the compiler reorder sums and assume that there is no NaN.
-FLAGS = $(WARN) $(CFLAGS) $(VECTORISE) -std=gnu11 -ffp-contract=off $(OPENMP)
+FLAGS = $(WARN) $(CFLAGS) -std=gnu11 -ffp-contract=off $(OPENMP)
 
 # -Wshadow: one name, one variable. -Wvla: no array whose size the stack may not hold.
 WARN = -Wall -Wextra -Wshadow -Wvla
@@ -37,9 +36,6 @@ C_PROBE = '\043ifdef _OPENMP\n\043include <omp.h>\n\043endif\nint main(void) { r
 probe = $(shell t=$$(mktemp) && printf $(C_PROBE) | $(CC) -Werror $(1) -x c - -o "$$t" $(2) >"$$t.log" 2>&1 \
           && echo '$(1) $(2)'; rm -f "$$t" "$$t.log")
 first = $(if $(strip $(1)),$(1),$(2))
-
-# gcc's vectoriser; at -O2 it shuns loops whose length it does not know, unless told otherwise. clang's needs no word.
-VECTORISE := $(strip $(call probe,-ftree-vectorize -fvect-cost-model=dynamic))
 
 # -march=native: every instruction that this processor has. Some compilers for ARM say -mcpu=native instead.
 NATIVE := $(strip $(call first,$(call probe,-march=native),$(call probe,-mcpu=native)))

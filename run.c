@@ -4921,7 +4921,7 @@ static bool json_escape(Json *j, Text *out) {
         text_append(out, &values[strchr(names, j->at[-1]) - names], 1);
         return true;
     }
-    uint32_t c, low;
+    uint32_t c = 0, low = 0;
     if (j->at == j->end || *j->at++ != 'u') return json_wrong(j, "expected one of \"\\/bfnrtu after a backslash");
     if (!json_hex(j, &c)) return false;
     if (c >= 0xD800 && c < 0xDC00 && j->end - j->at >= 2 && !memcmp(j->at, "\\u", 2)) {
