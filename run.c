@@ -13,9 +13,9 @@
 
        PART I: the engine
        §1   basics           166  may       errors, memory, growing texts
-       §2   number formats   159  must      how weights lie in memory; how activations become int8 and bf16
-       §3   model            183  must      Config, Matrix, Layer, Model; the tables of tensors and architectures
-       §4   kernels          410  may       the matrix product: one shape of loop for all types and processors
+       §2   number formats   218  must      how weights lie in memory; how activations become int8 and bf16
+       §3   model            271  must      Config, Matrix, Layer, Model; the tables of tensors and architectures
+       §4   kernels          500  may       the matrix product: one shape of loop for all types and processors
        §5   layers           134  must      rmsnorm, softmax, rope, swiglu: the small functions of the papers
        §6   session          329  may       what changes while running: key/value cache, activations, threads
        §7   forward          227  must      rows in, logits out: the transformer
@@ -25,7 +25,7 @@
        §11  sequences        360  must      the loop: many texts, each a token further; drafts, scores, sliding
 
        PART II: files
-       §12  packing          423  may       the bytes of files, their number formats; rows become panels
+       §12  packing          493  may       the bytes of files, their number formats; rows become panels
        §13  GGUF             439  need not  the files of the llama.cpp world, and flat ones
        §14  llama2.c         158  need not  its files; which format a file has
        §15  vocabularies     208  need not  the tokenizers of both kinds of file
@@ -36,12 +36,12 @@
        §18  chat templates   199  may       roles to ids
        §19  terminal         261  need not  a line to type into
        §20  JSON             182  need not  read and written
-       §21  generation       307  may       options and prompt in, text or JSON out
+       §21  generation       326  may       options and prompt in, text or JSON out
        §22  inspection       187  need not  tokenize, info, perplexity
        §23  chat             334  may       a conversation, its commands and its file
        §24  requests         110  need not  JSON Lines in
        §25  batch            325  may       thousands of prompts, some at a time
-       §26  bench            235  need not  speed, beside the limits of the machine
+       §26  bench            234  need not  speed, beside the limits of the machine
        §27  command line     119  need not  arguments to options to a mode
 
    In a hurry? Read §3 (what a model is), §7 (what it computes) and §11 (the loop around it).
@@ -284,28 +284,78 @@ typedef struct {
 //                 last step    [ 4 bytes | 4 bytes | 4 bytes | ... | 4 bytes ]
 //
 // A 4-byte step of a row holds as many columns as fit: 1 float, 2 halves (f16 or bf16, the lower column in the lower
-// half), 4 int8, or 8 int4 (byte j holds column j in its low and column j + 4 in its high four bits). Panel follows
-// panel; the last one is padded with rows of zeros.
+// half), 4 int8. Panel follows panel; the last one is padded with rows of zeros.
+//
+// PLANES. Weights of fewer than 8 bits come in blocks of 32 columns, which are 8 words of 4 columns. A plane of b bits
+// takes b steps for a block. Its step i holds b bits of each column of words 8 / b * i and following: those of the
+// first word in the low b bits of each byte, those of the next above them. A weight of 4 bits is one plane; one of 5
+// bits a plane of 4 and, after it in each block, one with the bit above them; 6 is 4 + 2, 3 is 2 + 1. So whatever the
+// width, a block of a panel takes just as many cache lines as a weight has bits:
+//
+//     int4, step 0, byte j:   [ column j + 4 | column j ]           step 1:  [ column j + 12 | column j + 8 ] ...
 //
 // QUANTISATION. A group of neighbouring weights shares a scale and perhaps a minimum, and keeps a small integer each:
 //
 //     w = scale * (q - zero) + minimum
 //
-// int8: q in -128..127, zero 0. int4: q in 0..15, zero 0 or 8. The products q_w * q_x of two groups are summed
-// exactly, in integers, and only the sum meets the scales. Scales and minima lie beside the panels,
-// [panel][group][16], as f16 where the file has f16, else as f32: nothing is lost. Activations are quantised on the
-// fly in blocks of 32 (quantize_block).
+// int8: q in -128..127, zero 0. Below 8 bits q has no sign, and zero is 0 or a power of two; or q is the index of one
+// of 16 values. The products q_w * q_x of two groups are summed exactly, in integers; only the sum meets the scales.
+// Activations are quantised on the fly in blocks of 32 (quantize_block).
+//
+// SCALES lie beside the panels as small as the file has them (nothing is lost): a float or f16 for each group, or a
+// power of two in a byte; or, in two stages, a small integer for each group and an f16 factor for each 256 columns:
+//
+//     scale = factor * integer            minimum = second factor * second integer
+//
+// So for each panel and each superblock (256 columns, or a group where there is one stage) there are 16 factors, 16
+// factors of the minima, and for each group in it 16 integers and 16 integers of the minima, as far as there are any.
 
-typedef enum { F32, F16, BF16, I8, I4, N_TYPES } Type;
+typedef enum { F32, F16, BF16, I8, I4, I5, I6, I3, I2, IQ4, FP4, I8_16, U8, U8_16, N_TYPES } Type;
+
+// What the 16 codes of a 4-bit type stand for. IQ4: denser around zero, as trained weights are. FP4: twice the numbers
+// of 1 bit of sign, 2 of exponent and 1 of mantissa; the scales take the two back. Ref: OCP Microscaling Formats 1.0.
+static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 static const struct {
     const char *name;
-    int columns; // in a 4-byte step
-} types[N_TYPES] = {{"f32", 1}, {"f16", 2}, {"bf16", 2}, {"int8", 4}, {"int4", 8}};
+    int low, high;        // bits of the plane, and of the one above it
+    int sum;              // columns that are summed as integers, before they meet a scale; 0: none
+    const int8_t *values; // or NULL, where a code is the number itself
+} types[N_TYPES] = {
+    {"f32", 32, 0, 0, NULL},       {"f16", 16, 0, 0, NULL},
+    {"bf16", 16, 0, 0, NULL},      {"int8", 8, 0, 32, NULL},
+    {"int4", 4, 0, 32, NULL},      {"int5", 4, 1, 32, NULL},
+    {"int6", 4, 2, 16, NULL},      {"int3", 2, 1, 16, NULL},
+    {"int2", 2, 0, 16, NULL},      {"iq4", 4, 0, 32, iq4_values},
+    {"fp4", 4, 0, 32, fp4_values}, {"int8", 8, 0, 16, NULL}, // with groups that are no multiple of 32
+    {"uint8", 8, 0, 32, NULL}, // the last two are what planes become for the kernels (§4): 0..63
+    {"uint8", 8, 0, 16, NULL},
+};
+
+typedef enum { SCALE_F32, SCALE_F16, SCALE_POWER, SCALE_PRODUCT, SCALE_NIBBLES, N_SCALINGS } Scaling;
+
+static const struct {
+    const char *name;
+    int factor_bytes;                                // of a factor: one for each superblock, or none
+    int code_bytes;                                  // of an integer: one for each group, or none
+    int superblock;                                  // its columns; 0: those of a group
+} scalings[N_SCALINGS] = {{"f32", 4, 0, 0},          // the factor is the scale
+                          {"f16", 2, 0, 0},          // the same
+                          {"power of two", 0, 1, 0}, // 2^(code - 128)
+                          {"int8 * f16", 2, 1, 256},
+                          {"int4 * f16", 2, 1, 256}}; // scale in the low, minimum in the high 4 bits of one byte
 
 static const char *type_name(Type type) { return types[type].name; }
-static int step_columns(Type type) { return types[type].columns; }
-static bool is_quantized(Type type) { return type == I8 || type == I4; }
+static int type_bits(Type type) { return types[type].low + types[type].high; }
+static bool is_quantized(Type type) { return type >= I8; }
+static bool is_int8(Type type) { return type == I8 || type == I8_16; }
+
+// A word with the low b bits of each byte on.
+static inline uint32_t low_bits(int b) { return 0x01010101u * ((1u << b) - 1); }
+
+// Columns in a 4-byte step, of types that are one plane.
+static int step_columns(Type type) { return 32 / types[type].low; }
 
 enum {
     PANEL = 16, // rows in a panel
@@ -354,6 +404,8 @@ static uint16_t bf16_from_float(float f) {
     return (uint16_t)(f != f ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16); // NaN remains NaN
 }
 
+static inline uint16_t load_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+
 static inline uint32_t load_u32(const void *p) {
     uint32_t word;
     memcpy(&word, p, sizeof word);
@@ -372,23 +424,27 @@ typedef struct {
     uint32_t *pairs; // [n_rows, stride / 2]   words of 2 bf16, the lower column in the lower half
     int32_t *q;      // [strips][stride / 4][strip] words of 4 int8          f is about scale * q
     float *scale;    // [strips][stride / BLOCK][strip]
-    float *sum;      // [strips][stride / BLOCK][strip]              scale * (sum of q)
-    int32_t *start;  // [strips][stride / BLOCK][N_STARTS][strip]    sums of q times an offset of the weights (§4)
+    float *sum;      // [strips][stride / BLOCK][N_SUMS][strip]      scale * (sum of q)
+    int32_t *minus;  // [strips][stride / BLOCK][N_SUMS][strip]      -(sum of q)
 } Activations;
 
-// Over the first or last 16 columns of a block, or all 32, times -128 for int8; over all 32, times -8 for int4.
-enum { START_FIRST, START_LAST, START_ALL, START_INT4, N_STARTS };
+// Over all columns of a block, its first 16, its last 16.
+enum { SUM_ALL, SUM_FIRST, SUM_LAST, N_SUMS };
 
 // Where row `row` has its entry for column k in an array with an entry for each `columns` columns.
-static inline size_t strip_index(const Activations *x, int row, size_t k, size_t columns) {
-    size_t strip = (size_t)x->strip;
-    return ((size_t)row / strip * (x->stride / columns) + k / columns) * strip + (size_t)row % strip;
+static inline size_t strip_index(size_t stride, size_t strip, size_t row, size_t k, size_t columns) {
+    return (row / strip * (stride / columns) + k / columns) * strip + row % strip;
+}
+
+// And where it has the first of its sums for the block of column k.
+static inline size_t strip_sums(size_t stride, size_t strip, size_t row, size_t k) {
+    return strip_index(stride, strip, row - row % strip, k, BLOCK) * N_SUMS + row % strip;
 }
 
 // Quantise 32 floats: scale = max|f| / 127 and q = round(f / scale), ties to even. An all-zero block has scale 0 and
 // zeros, not 0/0. A block with a NaN or an infinity gets the scale NaN, so that the error reaches the logits and is
 // reported there. What is written lies `strip` entries apart.
-static void quantize_block(const float *f, size_t strip, int32_t *words, int32_t *start, float *scale, float *sum) {
+static void quantize_block(const float *f, size_t strip, int32_t *words, float *scale, int32_t *minus, float *sum) {
     uint32_t bits = 0; // without their sign, floats compare like the integers with the same bits, NaN highest
     for (int i = 0; i < BLOCK; i++) {
         uint32_t magnitude = bits_of_float(f[i]) & 0x7fffffff;
@@ -405,16 +461,18 @@ static void quantize_block(const float *f, size_t strip, int32_t *words, int32_t
     int8_t bytes[BLOCK];
     for (int i = 0; i < BLOCK; i++) bytes[i] = (int8_t)q[i];
     for (size_t i = 0; i < BLOCK / 4; i++) memcpy(words + i * strip, bytes + 4 * i, 4);
-    const int32_t starts[N_STARTS] = {-128 * first, -128 * last, -128 * (first + last), -8 * (first + last)};
-    for (size_t i = 0; i < N_STARTS; i++) start[i * strip] = starts[i];
+    const int32_t sums[N_SUMS] = {first + last, first, last};
     *scale = usable ? largest / 127.0f : isfinite(largest) ? 0 : NAN;
-    *sum = *scale * (float)(first + last);
+    for (size_t i = 0; i < N_SUMS; i++) {
+        minus[i * strip] = -sums[i];
+        sum[i * strip] = *scale * (float)sums[i];
+    }
 }
 
 // Make a row of floats ready: fill up its last block, and convert it to what this model's matrices are multiplied with.
 static void prepare_row(const Activations *x, int row, int cols) {
     float *f = x->f + (size_t)row * x->stride;
-    size_t end = pad((size_t)cols, BLOCK), strip = (size_t)x->strip;
+    size_t end = pad((size_t)cols, BLOCK), strip = (size_t)x->strip, r = (size_t)row;
     for (size_t i = (size_t)cols; i < end; i++) f[i] = 0;
     if (x->pairs) {
         uint32_t *pairs = x->pairs + (size_t)row * x->stride / 2;
@@ -422,10 +480,11 @@ static void prepare_row(const Activations *x, int row, int cols) {
             pairs[i] = bf16_from_float(f[2 * i]) | (uint32_t)bf16_from_float(f[2 * i + 1]) << 16;
     }
     if (!x->q) return;
-    int32_t *words = x->q + strip_index(x, row, 0, 4), *start = x->start + strip_index(x, row, 0, BLOCK / N_STARTS);
-    size_t at = strip_index(x, row, 0, BLOCK);
-    for (size_t k = 0; k < end; k += BLOCK, words += BLOCK / 4 * strip, start += N_STARTS * strip, at += strip)
-        quantize_block(f + k, strip, words, start, x->scale + at, x->sum + at);
+    for (size_t k = 0; k < end; k += BLOCK) {
+        size_t at = strip_index(x->stride, strip, r, k, BLOCK), sums = strip_sums(x->stride, strip, r, k);
+        int32_t *words = x->q + strip_index(x->stride, strip, r, k, 4);
+        quantize_block(f + k, strip, words, x->scale + at, x->minus + sums, x->sum + sums);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -439,12 +498,12 @@ static void prepare_row(const Activations *x, int row, int cols) {
 typedef struct {
     Type type;
     int rows, cols;
-    int group;          // I8, I4: columns that share a scale, a multiple of 16
-    Type scale_type;    // of scales and mins: F16 or F32
-    int zero;           // I4: what is subtracted from each q
-    const void *panels; // [ceil(rows / 16)][cols / columns per step][16 rows] of 4-byte steps
-    const void *scales; // I8, I4: [ceil(rows / 16)][cols / group][16]
-    const void *mins;   // the same, or NULL
+    const void *panels; // [ceil(rows / 16)][cols * bits / 32][16 rows] of 4-byte steps
+    const void *scales; // [ceil(rows / 16)][cols / superblock] superblocks, where it is quantised (§2); and then
+    Scaling scaling;    // how they lie in it
+    int group;          // columns that share a scale, a multiple of 16
+    int zero;           // what is subtracted from each q
+    bool has_min;
 } Matrix;
 
 typedef enum { ROPE_UNSCALED, ROPE_LINEAR, ROPE_YARN, ROPE_NTK } RopeScaling; // files have all but the last
@@ -567,36 +626,124 @@ static Matrix *tensor_matrix(const Model *m, const Tensor *t, int layer) {
 static size_t matrix_panels(const Matrix *w) { return ((size_t)w->rows + PANEL - 1) / PANEL; }
 
 // 4-byte words from one panel to the next.
-static size_t panel_words(const Matrix *w) { return (size_t)(w->cols / step_columns(w->type)) * PANEL; }
+static size_t panel_words(const Matrix *w) { return (size_t)w->cols * (size_t)type_bits(w->type) / 32 * PANEL; }
 
-// Scales (or minima) from one panel to the next.
-static size_t panel_scales(const Matrix *w) { return is_quantized(w->type) ? (size_t)(w->cols / w->group) * PANEL : 0; }
-
-static size_t scale_bytes(const Matrix *w) { return w->scale_type == F16 ? 2 : 4; }
-
-static size_t matrix_bytes(const Matrix *w) {
-    return matrix_panels(w) * (panel_words(w) * 4 + panel_scales(w) * scale_bytes(w) * (w->mins ? 2 : 1));
+// Where column k of panel p begins. k: a multiple of the columns of a block
+static const int32_t *matrix_words(const Matrix *w, size_t p, int k) {
+    return (const int32_t *)w->panels + p * panel_words(w) + (size_t)k * (size_t)type_bits(w->type) / 32 * PANEL;
 }
 
-static float load_scale(const Matrix *w, const void *array, size_t at) {
-    return w->scale_type == F16 ? float_from_f16(((const uint16_t *)array)[at]) : ((const float *)array)[at];
+// How the scales of a matrix lie (§2): columns of a superblock; bytes of its factors, of the integers of one of its
+// groups, of all that, and of a panel. Nothing where there are no scales.
+typedef struct {
+    int superblock;
+    size_t factors, codes, bytes, panel;
+} ScaleLayout;
+
+static ScaleLayout scale_layout(const Matrix *w) {
+    if (!is_quantized(w->type)) return (ScaleLayout){0};
+    ScaleLayout l = {.superblock = scalings[w->scaling].superblock ? scalings[w->scaling].superblock : w->group};
+    l.factors = (size_t)(scalings[w->scaling].factor_bytes * PANEL) << w->has_min;
+    l.codes = (size_t)(scalings[w->scaling].code_bytes * PANEL) << (w->has_min && w->scaling != SCALE_NIBBLES);
+    l.bytes = l.factors + (size_t)(l.superblock / w->group) * l.codes;
+    l.panel = (size_t)(w->cols / l.superblock) * l.bytes;
+    return l;
+}
+
+static size_t matrix_bytes(const Matrix *w) { return matrix_panels(w) * (panel_words(w) * 4 + scale_layout(w).panel); }
+
+// The 16 factors and 16 integers of the scales for some columns of a panel; after each 16 those of the minima.
+typedef struct {
+    const uint8_t *factors, *codes;
+} ScalePlace;
+
+// For column k of panel p.
+static ScalePlace scale_place(const Matrix *w, size_t p, int k) {
+    const ScaleLayout l = scale_layout(w);
+    const uint8_t *factors = (const uint8_t *)w->scales + p * l.panel + (size_t)(k / l.superblock) * l.bytes;
+    return (ScalePlace){factors, factors + l.factors + (size_t)(k % l.superblock / w->group) * l.codes};
+}
+
+// Those of the scales (which 0) or the minima (1), from lane on.
+static inline const uint8_t *place_factors(Scaling scaling, ScalePlace at, int lane, int which) {
+    return at.factors + (which * PANEL + lane) * scalings[scaling].factor_bytes;
+}
+
+static inline const uint8_t *place_codes(Scaling scaling, ScalePlace at, int lane, int which) {
+    return at.codes + (scaling == SCALE_NIBBLES ? 0 : which * PANEL) + lane;
+}
+
+// A scale (which 0) or minimum (1) from its factor and its integer. Powers of two below 2^-126 are subnormal floats.
+static float scale_value(Scaling scaling, float factor, uint8_t code, int which) {
+    if (scaling == SCALE_POWER) return float_from_bits(code < 2 ? 0x200000u << code : (code - 1u) << 23);
+    if (scaling == SCALE_PRODUCT) return factor * (float)(int8_t)code;
+    if (scaling == SCALE_NIBBLES) return factor * (float)(code >> 4 * which & 15);
+    return factor;
+}
+
+// And that of the weight of one lane and column.
+static float matrix_scale(const Matrix *w, size_t p, int lane, int k, int which) {
+    const ScalePlace at = scale_place(w, p, k);
+    const uint8_t *factor = place_factors(w->scaling, at, lane, which);
+    const uint8_t *code = place_codes(w->scaling, at, lane, which);
+    const int bytes = scalings[w->scaling].factor_bytes;
+    float value = bytes == 4 ? float_from_bits(load_u32(factor)) : bytes == 2 ? float_from_f16(load_u16(factor)) : 0;
+    return scale_value(w->scaling, value, scalings[w->scaling].code_bytes ? *code : 0, which);
+}
+
+// Goes along a panel, from the scales of some columns to those of the next.
+typedef struct {
+    ScalePlace at;
+    Scaling scaling;
+    int group, in_group, in_superblock; // columns of a group; of this one, and of its superblock, how many are done
+    ScaleLayout layout;
+} ScaleCursor;
+
+static ScaleCursor cursor_open(const Matrix *w, size_t p, int k) {
+    const ScaleLayout l = scale_layout(w);
+    return (ScaleCursor){scale_place(w, p, k), w->scaling, w->group, k % l.superblock % w->group, k % l.superblock, l};
+}
+
+static inline void cursor_advance(ScaleCursor *c, int columns) {
+    c->in_group += columns;
+    c->in_superblock += columns;
+    if (c->in_superblock == c->layout.superblock) {
+        c->at.factors += c->layout.bytes;
+        c->at.codes = c->at.factors + c->layout.factors;
+        c->in_group = c->in_superblock = 0;
+    } else if (c->in_group == c->group) {
+        c->at.codes += c->layout.codes;
+        c->in_group = 0;
+    }
+}
+
+// b bits of column k, from a plane whose step for the block of k begins at `block`. shift: where they are in a number
+static int plane_bits(const uint32_t *block, int b, int k) {
+    int bit = k % 32 / 4 * b;
+    return (int)(block[bit / 8 * PANEL] >> (8 * (k % 4) + bit % 8)) & ((1 << b) - 1);
+}
+
+// The integer of column k in a lane of a panel of quantised weights.
+static int panel_integer(const uint32_t *panel, Type type, int lane, int k) {
+    const int low = types[type].low, high = types[type].high;
+    const uint32_t *block = panel + k / 32 * (low + high) * PANEL + lane;
+    int code = plane_bits(block, low, k);
+    if (high) code |= plane_bits(block + low * PANEL, high, k) << low;
+    return types[type].values ? types[type].values[code] : is_int8(type) ? (int8_t)code : code;
 }
 
 // One row of a matrix as floats: the embedding of a token.
 static void matrix_row(float *out, const Matrix *w, int row) {
-    size_t p = (size_t)row / PANEL, lane = (size_t)row % PANEL;
-    int columns = step_columns(w->type);
-    const uint32_t *words = (const uint32_t *)w->panels + p * panel_words(w) + lane;
+    size_t p = (size_t)row / PANEL;
+    int lane = row % PANEL;
+    const uint32_t *panel = (const uint32_t *)w->panels + p * panel_words(w);
     for (int k = 0; k < w->cols; k++) {
-        uint32_t word = words[(size_t)(k / columns) * PANEL];
-        int i = k % columns;
-        if (w->type == F32) out[k] = float_from_bits(word);
-        else if (w->type == F16) out[k] = float_from_f16((uint16_t)(word >> 16 * i));
-        else if (w->type == BF16) out[k] = float_from_bf16((uint16_t)(word >> 16 * i));
+        if (w->type == F32) out[k] = float_from_bits(panel[k * PANEL + lane]);
+        else if (w->type == F16) out[k] = float_from_f16((uint16_t)(panel[k / 2 * PANEL + lane] >> k % 2 * 16));
+        else if (w->type == BF16) out[k] = float_from_bf16((uint16_t)(panel[k / 2 * PANEL + lane] >> k % 2 * 16));
         else {
-            int q = w->type == I8 ? (int8_t)(word >> 8 * i) : (int)(word >> (8 * (i % 4) + i / 4 * 4) & 15) - w->zero;
-            size_t at = p * panel_scales(w) + (size_t)(k / w->group) * PANEL + lane;
-            out[k] = load_scale(w, w->scales, at) * (float)q + (w->mins ? load_scale(w, w->mins, at) : 0);
+            float q = (float)(panel_integer(panel, w->type, lane, k) - w->zero);
+            out[k] = matrix_scale(w, p, lane, k, 0) * q + (w->has_min ? matrix_scale(w, p, lane, k, 1) : 0);
         }
     }
 }
@@ -661,6 +808,12 @@ ALWAYS_INLINE Floats floats_load_f16(const uint16_t *p) {
     return v;
 }
 ALWAYS_INLINE void floats_store_f16(uint16_t *p, Floats v) { EACH_LANE p[i] = f16_from_float(v[i]); }
+// LANES neighbouring int8.
+ALWAYS_INLINE Ints ints_load_int8(const uint8_t *p) {
+    Ints v = {0};
+    EACH_LANE v[i] = (int8_t)p[i];
+    return v;
+}
 // The lower f16 of each 4-byte step, as floats.
 ALWAYS_INLINE Floats floats_from_f16_low(Ints v) {
     Floats f = {0};
@@ -673,7 +826,13 @@ ALWAYS_INLINE Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
     EACH_LANE for (int j = 0; j < 4; j++) acc[i] += a[4 * i + j] * b[4 * i + j];
     return acc;
 }
-#define ints_dot_nibbles ints_dot_int8
+#define ints_dot_small ints_dot_int8
+// The values that the 16 codes in the bytes of v stand for.
+ALWAYS_INLINE Ints ints_lookup(const int8_t values[16], Ints v) {
+    int8_t *code = (int8_t *)&v;
+    for (int i = 0; i < 4 * LANES; i++) code[i] = values[code[i]];
+    return v;
+}
 
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #include <immintrin.h>
@@ -685,9 +844,12 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 #define floats_fma(a, b, c) (Floats) _mm512_fmadd_ps(a, b, c)
 #define floats_load_f16(p) (Floats) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define floats_store_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define ints_load_int8(p) (Ints) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define floats_from_f16_low(v) (Floats) _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(v)))
 #define ints_dot_int8(acc, w, x) (Ints) _mm512_dpbusd_epi32((__m512i)(acc), (__m512i)(w), (__m512i)(x))
-#define ints_dot_nibbles ints_dot_int8
+#define ints_dot_small ints_dot_int8
+#define ints_lookup(values, v) \
+    (Ints) _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(values))), (__m512i)(v))
 #ifdef __AVX512BF16__
 #define floats_dot_bf16(acc, w, x) (Floats) _mm512_dpbf16_ps(acc, (__m512bh)(w), (__m512bh)(x))
 #endif
@@ -700,18 +862,21 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 #define floats_fma(a, b, c) (Floats) _mm256_fmadd_ps(a, b, c)
 #define floats_load_f16(p) (Floats) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define floats_store_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define ints_load_int8(p) (Ints) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 ALWAYS_INLINE Floats floats_from_f16_low(Ints v) { // gather the low halves of 8 words into 8 neighbouring halves
     __m256i low = _mm256_blend_epi16((__m256i)v, _mm256_setzero_si256(), 0xAA);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
     return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
 }
+#define ints_lookup(values, v) \
+    (Ints) _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(values))), (__m256i)(v))
 // maddubs multiplies unsigned by signed bytes, and sums pairs in 16 bits: 2 * 128 * 127 fits. int8: |w| and x with the
 // sign of w.
-ALWAYS_INLINE Ints ints_dot_nibbles(Ints acc, Ints w, Ints x) {
+ALWAYS_INLINE Ints ints_dot_small(Ints acc, Ints w, Ints x) {
     return acc + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
 }
 ALWAYS_INLINE Ints ints_dot_int8(Ints acc, Ints w, Ints x) {
-    return ints_dot_nibbles(acc, (Ints)_mm256_abs_epi8((__m256i)w), (Ints)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+    return ints_dot_small(acc, (Ints)_mm256_abs_epi8((__m256i)w), (Ints)_mm256_sign_epi8((__m256i)x, (__m256i)w));
 }
 
 #else // NEON with dot products (ARMv8.2)
@@ -722,9 +887,11 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 #define floats_fma(a, b, c) (Floats) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
 #define floats_load_f16(p) (Floats) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
 #define floats_store_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)(v))))
+#define ints_load_int8(p) (Ints) vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(load_u32(p)))))
 #define floats_from_f16_low(v) (Floats) vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32((int32x4_t)(v))))
 #define ints_dot_int8(acc, w, x) (Ints) vdotq_s32((int32x4_t)(acc), (int8x16_t)(w), (int8x16_t)(x))
-#define ints_dot_nibbles ints_dot_int8
+#define ints_dot_small ints_dot_int8
+#define ints_lookup(values, v) (Ints) vqtbl1q_s8(vld1q_s8(values), (uint8x16_t)(v))
 #endif
 
 ALWAYS_INLINE Ints ints_load(const void *p) {
@@ -735,18 +902,16 @@ ALWAYS_INLINE Ints ints_load(const void *p) {
 
 ALWAYS_INLINE Floats floats_load(const void *p) { return (Floats)ints_load(p); }
 
+ALWAYS_INLINE void ints_store(void *p, Ints v) { memcpy(p, &v, sizeof v); }
 ALWAYS_INLINE void floats_store(float *p, Floats v) { memcpy(p, &v, sizeof v); }
 
 // All lanes x. (Minus zero changes nothing, not even the sign of another zero.)
 ALWAYS_INLINE Floats floats_set(float x) { return x - (Floats){0}; }
-
 ALWAYS_INLINE Ints ints_set(int32_t x) { return x - (Ints){0}; }
 
 // All lanes the 4 bytes at p.
 ALWAYS_INLINE Ints ints_splat(const void *p) { return (Ints)floats_set(float_from_bits(load_u32(p))); }
-
 ALWAYS_INLINE Floats floats_splat(const void *p) { return (Floats)ints_splat(p); }
-
 ALWAYS_INLINE Floats floats_from_ints(Ints v) { return __builtin_convertvector(v, Floats); }
 
 // acc += the dot product of the 2 bf16 of w and the 2 of x that each lane holds, the higher column first: so does
@@ -783,12 +948,11 @@ typedef struct {
 
 // What a tile multiplies, and where the result goes: y[r] = W x[r]
 typedef struct {
-    FloatPanels floats;    // float weights, and their
-    const void *x;         // rows of floats, or of pairs of bf16 for BF16,
-    size_t x_stride;       // so many 4-byte words apart
-    const Matrix *w;       // quantised weights: the matrix,
-    size_t first_panel;    // where in it the tile begins,
-    const Activations *in; // and the rows of x
+    FloatPanels floats;        // float weights, and their
+    const void *x;             // rows of floats, or of pairs of bf16 for BF16,
+    size_t x_stride;           // so many 4-byte words apart
+    const struct Chunk *chunk; // quantised weights: some columns of them,
+    const Activations *in;     // and the rows of x
     float *y;
     size_t y_stride;
     int row; // the first row of x and y, in the tile
@@ -841,141 +1005,203 @@ ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, const Tile *t
     EACH_ROW EACH_VECTOR floats_store(tile_row(t, r) + vector_offset(v, PANEL), acc[r][v]);
 }
 
-// Scales or minima of one vector.
-ALWAYS_INLINE Floats tile_scales(const Matrix *w, const void *array, size_t at) {
-    return w->scale_type == F16 ? floats_load_f16((const uint16_t *)array + at)
-                                : floats_load((const float *)array + at);
+// --- quantised weights
+//
+// A row that is alone meets the weights as they lie in memory: a tile takes words of 4 integers out of their planes,
+// and scales out of their superblocks, as it goes. Where there are more rows this would be done again for each tile; so
+// some columns of the panels, a CHUNK, are made ready first, for all rows: in words, with scales as floats.
+
+// Columns of a chunk: its words and a strip of rows fit into the fastest cache.
+enum { CHUNK = 512 };
+
+typedef struct Chunk {
+    const Matrix *w;
+    size_t first_panel;
+    int column, cols;     // where in the matrix it begins, and how many columns it has
+    const int32_t *words; // of the first panel: in the matrix, or `unpacked`
+    size_t panel;         // from one panel to the next
+    float scale[CHUNK / 16][TILE_PANELS * PANEL], min[CHUNK / 16][TILE_PANELS * PANEL]; // for each sum of integers
+    int32_t unpacked[TILE_PANELS][CHUNK / 4 * PANEL];
+} Chunk;
+
+// Word i of a block of 32 columns: for each of its 4 columns, in a byte, b bits from a plane, moved up by `up`
+ALWAYS_INLINE Ints plane_word(const int32_t *plane, int b, int i, int up) {
+    const int right = i * b % 8 - up;
+    Ints step = ints_load(plane + i * b / 8 * PANEL);
+    return (right < 0 ? step << -right : step >> right) & (int32_t)(low_bits(b) << up);
 }
 
-// Asks for the next block of panels, and for its scales.
-ALWAYS_INLINE void prefetch_block(int n_panels, int steps, const Tile *t, const int32_t *step, size_t scale_at) {
-    const Matrix *w = t->w;
-    const size_t scales_ahead = t->steps_ahead * (size_t)step_columns(w->type) / (size_t)w->group * PANEL;
-    EACH_VECTOR {
-        for (int i = 0; i < steps; i++)
-            __builtin_prefetch(step + vector_offset(v, panel_words(w)) + (t->steps_ahead + (size_t)i) * PANEL);
-        size_t at = (scale_at + vector_offset(v, panel_scales(w)) + scales_ahead) * scale_bytes(w);
-        __builtin_prefetch((const char *)w->scales + at);
-        if (w->mins) __builtin_prefetch((const char *)w->mins + at);
+// Word i of a block. The type is a constant where this is inlined.
+ALWAYS_INLINE Ints block_word(Type type, const int32_t *block, int i) {
+    const int low = types[type].low, high = types[type].high;
+    Ints word = plane_word(block, low, i, 0);
+    if (high) word |= plane_word(block + low * PANEL, high, i, low);
+    return types[type].values ? ints_lookup(types[type].values, word) : word;
+}
+
+// Columns of a panel as words.
+ALWAYS_INLINE void unpack_blocks(Type type, const int32_t *block, int cols, int32_t *words) {
+    for (int k = 0; k < cols; k += BLOCK, block += type_bits(type) * PANEL, words += BLOCK / 4 * PANEL)
+        for (int lane = 0; lane < PANEL; lane += LANES)
+            UNROLL for (int i = 0; i < BLOCK / 4; i++)
+                ints_store(words + i * PANEL + lane, block_word(type, block + lane, i));
+}
+
+// All types that lie in planes.
+#define EACH_PLANE_TYPE(DO) DO(I4) DO(I5) DO(I6) DO(I3) DO(I2) DO(IQ4) DO(FP4)
+#define UNPACK(t) \
+    if (type == t) unpack_blocks(t, block, cols, words);
+static void unpack_panel(Type type, const int32_t *block, int cols, int32_t *words){EACH_PLANE_TYPE(UNPACK)}
+
+// The scales (which 0) or minima (1) of one vector of lanes, as scale_value says.
+ALWAYS_INLINE Floats cursor_scales(const ScaleCursor *c, int lane, int which) {
+    const uint8_t *factors = place_factors(c->scaling, c->at, lane, which);
+    if (c->scaling == SCALE_F16) return floats_load_f16((const uint16_t *)factors);
+    if (c->scaling == SCALE_F32) return floats_load(factors);
+    const Ints code = ints_load_int8(place_codes(c->scaling, c->at, lane, which));
+    if (c->scaling == SCALE_PRODUCT) return floats_load_f16((const uint16_t *)factors) * floats_from_ints(code);
+    if (c->scaling == SCALE_NIBBLES)
+        return floats_load_f16((const uint16_t *)factors) * floats_from_ints(code >> 4 * which & 15);
+    const Ints power = code & 255, subnormal = power < 2;
+    return (Floats)((0x200000 << power & subnormal) | ((power - 1) << 23 & ~subnormal));
+}
+
+// Makes a chunk of n_panels panels ready for strips of several rows.
+static void chunk_unpack(Chunk *c, int n_panels) {
+    const Matrix *w = c->w;
+    const int sum = types[w->type].sum;
+    for (int p = 0; p < n_panels; p++) {
+        const int32_t *words = c->words + (size_t)p * panel_words(w);
+        if (!is_int8(w->type)) unpack_panel(w->type, words, c->cols, c->unpacked[p]);
+        ScaleCursor cursor = cursor_open(w, c->first_panel + (size_t)p, c->column);
+        const size_t ahead = cursor.layout.panel * CHUNK / (size_t)w->cols; // to the scales of the next chunk
+        for (size_t i = 0; i < ahead; i += 64) __builtin_prefetch(cursor.at.factors + ahead + i);
+        for (int i = 0; i < c->cols / sum; i++, cursor_advance(&cursor, sum))
+            for (int lane = 0; lane < PANEL; lane += LANES) {
+                floats_store(c->scale[i] + p * PANEL + lane, cursor_scales(&cursor, lane, 0));
+                if (w->has_min) floats_store(c->min[i] + p * PANEL + lane, cursor_scales(&cursor, lane, 1));
+            }
     }
+    if (is_int8(w->type)) return;
+    c->words = c->unpacked[0];
+    c->panel = CHUNK / 4 * PANEL;
 }
 
-// dot[r][v] += the products, in integers, of a block of weights, whose steps begin at `step`, and the rows' words q
-ALWAYS_INLINE void dot_block(int n_panels, int n_rows, int strip, Type type, int block, size_t panel,
-                             const int32_t *step, const int32_t *q, Ints dot[TILE_ROWS][TILE_VECTORS]) {
-    UNROLL for (int i = 0; i < block; i += step_columns(type), step += PANEL, q += step_columns(type) / 4 * strip) {
-        Ints low[TILE_VECTORS], high[TILE_VECTORS];
-        EACH_VECTOR {
-            Ints words = ints_load(step + vector_offset(v, panel));
-            low[v] = type == I4 ? words & 0x0f0f0f0f : DOT_OFFSET ? words ^ (int32_t)0x80808080 : words;
-            if (type == I4) high[v] = words >> 4 & 0x0f0f0f0f;
-        }
-        EACH_ROW EACH_VECTOR {
-            if (type == I8) dot[r][v] = ints_dot_int8(dot[r][v], low[v], ints_set(q[r]));
-            if (type == I4) dot[r][v] = ints_dot_nibbles(dot[r][v], low[v], ints_set(q[r]));
-            if (type == I4) dot[r][v] = ints_dot_nibbles(dot[r][v], high[v], ints_set(q[strip + r]));
-        }
-    }
+// Asks for the steps of a block that lie AHEAD of those of column k.
+ALWAYS_INLINE void prefetch_block(int n_panels, const Matrix *w, const int32_t *words, int k) {
+    const int bits = type_bits(w->type);
+    const int32_t *ahead = words + (k / BLOCK * bits + AHEAD) * PANEL;
+    for (int p = 0; p < n_panels; p++, ahead += panel_words(w))
+        for (int i = 0; i < bits; i++) __builtin_prefetch(ahead + i * PANEL);
 }
 
-// One tile of quantised weights, int8 or int4. `block` columns (16 or 32) are summed in integers, then meet the scales:
-// y = sum over blocks of (sum (q_w - zero) q_x) * (scale_w * scale_x) + min_w * (scale_x * sum q_x)
-// Where the weights come with an offset (int4's zero, DOT_OFFSET), the integer sum starts at -offset * sum q_x.
-ALWAYS_INLINE void tile_quantized(int n_panels, int n_rows, int strip, Type type, int block, const Tile *t) {
-    static const int32_t zeros[N_STARTS * STRIP];
-    const Matrix *w = t->w;
+// One tile of quantised weights. Some columns (16 or 32) are summed in integers, then meet the scales:
+// y = sum over these of (sum (q_w - zero) q_x) * (scale_w * scale_x) + min_w * (scale_x * sum q_x)
+// Where the weights come with an offset (2^shift: a zero, DOT_OFFSET), the integers start at -offset * sum q_x.
+ALWAYS_INLINE void tile_quantized(Type type, int n_panels, int n_rows, int strip, const Tile *t) {
+    static const int32_t zeros[N_SUMS * STRIP];
+    const bool has_sign = is_int8(type) || types[type].values, alone = strip == 1;
+    const int sum = types[type].sum;
+    const Chunk *c = t->chunk;
+    const Matrix *w = c->w;
     const Activations *x = t->in;
-    const bool has_offset = type == I8 ? DOT_OFFSET != 0 : w->zero != 0;
-    const size_t panel = panel_words(w), scales_panel = panel_scales(w), x_block = strip_index(x, t->row, 0, BLOCK);
-    const int32_t *step = (const int32_t *)w->panels + t->first_panel * panel, *q = x->q + strip_index(x, t->row, 0, 4);
-    const int32_t *start = has_offset ? x->start + strip_index(x, t->row, 0, BLOCK / N_STARTS) : zeros;
-    const float *scale_x = x->scale + x_block, *sum_x = x->sum + x_block;
-    size_t scale_at = t->first_panel * scales_panel;
+    const int offset = has_sign ? DOT_OFFSET : w->zero, shift = offset ? __builtin_ctz((unsigned)offset) : 0;
+    const size_t row = (size_t)t->row, column = (size_t)c->column, height = (size_t)strip, panel = c->panel;
+    const size_t sums = strip_sums(x->stride, height, row, column), next = offset ? N_SUMS * height : 0;
+    const int32_t *block = c->words, *q = x->q + strip_index(x->stride, height, row, column, 4);
+    const int32_t *minus = offset ? x->minus + sums : zeros;
+    const float *scale_x = x->scale + strip_index(x->stride, height, row, column, BLOCK), *sum_x = x->sum + sums;
+    const bool has_min = w->has_min;
+    ScaleCursor cursor = alone ? cursor_open(w, c->first_panel, c->column) : (ScaleCursor){0};
+    const size_t scales_ahead = alone ? AHEAD * 32 / type_bits(type) * cursor.layout.panel / (size_t)w->cols : 0;
+    const int32_t *from_memory = matrix_words(w, c->first_panel, c->column);
     Floats acc[TILE_ROWS][TILE_VECTORS];
-    EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
-    prefetch_outputs(n_panels, n_rows, t);
-    const int tiles = t->tiles;
-    int turn = t->turn;
-    for (int group = 0; group < w->cols; group += w->group, scale_at += PANEL) {
-        for (int k = group; k < group + w->group; k += block) {
-            turn = turn ? turn - 1 : tiles - 1;
-            if (turn == 0) prefetch_block(n_panels, block / step_columns(type), t, step, scale_at);
-            const int which = type == I4 ? START_INT4 : block == 32 ? START_ALL : k / 16 % 2 ? START_LAST : START_FIRST;
+    if (c->column) EACH_ROW EACH_VECTOR acc[r][v] = floats_load(tile_row(t, r) + vector_offset(v, PANEL));
+    else EACH_ROW EACH_VECTOR acc[r][v] = floats_set(0);
+    for (int k = 0; k < c->cols; k += BLOCK) {
+        if (row == 0) prefetch_block(n_panels, w, from_memory, k);
+        UNROLL for (int part = 0; part < 2; part++) { // or just one
+            const int which = sum == BLOCK ? SUM_ALL : SUM_FIRST + part, i = k / sum + part;
             Ints dot[TILE_ROWS][TILE_VECTORS];
-            EACH_ROW EACH_VECTOR dot[r][v] = ints_set(start[which * strip + r]);
-            dot_block(n_panels, n_rows, strip, type, block, panel, step, q, dot);
-            step += block / step_columns(type) * PANEL;
-            q += block / 4 * strip;
+            if (sum * part == BLOCK || (type == I8_16 && k + 16 * part == c->cols))
+                continue; // or half a block was left
+            EACH_ROW EACH_VECTOR dot[r][v] = ints_set(minus[which * strip + r]) << shift;
+            UNROLL for (int word = 0; word < sum / 4; word++, q += strip) EACH_VECTOR {
+                Ints q_w = block_word(type, block + vector_offset(v, panel), part * sum / 4 + word);
+                if (has_sign && DOT_OFFSET) q_w ^= (int32_t)0x80808080;
+                EACH_ROW dot[r][v] = has_sign ? ints_dot_int8(dot[r][v], q_w, ints_set(q[r]))
+                                              : ints_dot_small(dot[r][v], q_w, ints_set(q[r]));
+            }
             EACH_VECTOR {
-                Floats scale = tile_scales(w, w->scales, scale_at + vector_offset(v, scales_panel));
+                Floats scale = alone ? cursor_scales(&cursor, v * LANES, 0) : floats_load(c->scale[i] + v * LANES);
                 EACH_ROW acc[r][v] = floats_fma(floats_from_ints(dot[r][v]), scale * scale_x[r], acc[r][v]);
             }
-            if (w->mins) EACH_VECTOR {
-                    Floats min = tile_scales(w, w->mins, scale_at + vector_offset(v, scales_panel));
-                    EACH_ROW acc[r][v] = floats_fma(min, floats_set(sum_x[r]), acc[r][v]);
+            if (has_min) EACH_VECTOR {
+                    Floats min = alone ? cursor_scales(&cursor, v * LANES, 1) : floats_load(c->min[i] + v * LANES);
+                    EACH_ROW acc[r][v] = floats_fma(min, floats_set(sum_x[which * strip + r]), acc[r][v]);
                 }
-            if ((k + block) % BLOCK == 0) { // the next block of x
-                scale_x += strip;
-                sum_x += strip;
-                start += has_offset ? N_STARTS * strip : 0;
-            }
+            if (!alone) continue;
+            __builtin_prefetch(cursor.at.codes + scales_ahead);
+            cursor_advance(&cursor, sum);
         }
+        block += type_bits(type) * PANEL;
+        scale_x += strip; // the next block of x
+        sum_x += N_SUMS * strip;
+        minus += next;
     }
     EACH_ROW EACH_VECTOR floats_store(tile_row(t, r) + vector_offset(v, PANEL), acc[r][v]);
 }
 
-// The kinds of tile, one for each way in which a step becomes products.
-typedef enum { TILE_F32 = F32, TILE_F16 = F16, TILE_BF16 = BF16, TILE_I8, TILE_I8_HALF_BLOCKS, TILE_I4 } TileKind;
-
-ALWAYS_INLINE void tile(TileKind kind, int n_panels, int n_rows, int strip, const Tile *t) {
-    if (kind <= TILE_BF16) tile_float(n_panels, n_rows, (Type)kind, t);
-    if (kind == TILE_I8) tile_quantized(n_panels, n_rows, strip, I8, 32, t);
-    if (kind == TILE_I8_HALF_BLOCKS) tile_quantized(n_panels, n_rows, strip, I8, 16, t);
-    if (kind == TILE_I4) tile_quantized(n_panels, n_rows, strip, I4, 32, t);
+ALWAYS_INLINE void tile(Type type, int n_panels, int n_rows, int strip, const Tile *t) {
+    if (is_quantized(type)) tile_quantized(type, n_panels, n_rows, strip, t);
+    else tile_float(n_panels, n_rows, type, t);
 }
 
-// The tile of one kind, width (1 panel, or TILE_PANELS) and height: the compiler copies the code for each case.
+// The tile of one type, width (1 panel, or TILE_PANELS) and height: the compiler copies the code for each case.
 // Height ALONE is a row that is a strip of its own.
-enum { ALONE = 0, WIDE = 16, KIND = 32 };
-#define CASE(kind, wide, height) \
-    case kind *KIND + wide + height: \
-        if (height <= (kind <= TILE_BF16 ? (int)FLOAT_ROWS : (int)TILE_ROWS) && (TILE_PANELS > 1 || !wide)) \
-            tile(kind, wide ? TILE_PANELS : 1, height == ALONE ? 1 : height, height == ALONE ? 1 : STRIP, t); \
+enum { ALONE, WIDE = 16, EACH_TYPE = 32 };
+#define CASE(type, wide, height) \
+    case type *EACH_TYPE + wide + height: \
+        if (height <= (is_quantized(type) ? (int)TILE_ROWS : (int)FLOAT_ROWS) && (TILE_PANELS > 1 || !wide)) \
+            tile(type, wide ? TILE_PANELS : 1, height == ALONE ? 1 : height, height == ALONE ? 1 : STRIP, t); \
         break;
-#define HEIGHTS(kind, wide) \
-    CASE(kind, wide, 1) \
-    CASE(kind, wide, 2) \
-    CASE(kind, wide, 3) \
-    CASE(kind, wide, 4) \
-    CASE(kind, wide, 6) \
-    CASE(kind, wide, 8) \
-    CASE(kind, wide, 12)
-#define SHAPES(kind) HEIGHTS(kind, 0) HEIGHTS(kind, WIDE)
+#define HEIGHTS(type, wide) \
+    CASE(type, wide, 1) \
+    CASE(type, wide, 2) \
+    CASE(type, wide, 3) \
+    CASE(type, wide, 4) \
+    CASE(type, wide, 6) \
+    CASE(type, wide, 8) \
+    CASE(type, wide, 12)
+#define SHAPES(type) HEIGHTS(type, 0) HEIGHTS(type, WIDE)
+#define CASE_ALONE(type) CASE(type, 0, ALONE)
 
-static void tile_of_shape(TileKind kind, int n_panels, int height, const Tile *t) {
-    switch ((int)kind * KIND + (n_panels > 1 ? WIDE : 0) + height) {
-        SHAPES(TILE_F32)
-        SHAPES(TILE_F16)
-        SHAPES(TILE_BF16)
-        SHAPES(TILE_I8)
-        SHAPES(TILE_I8_HALF_BLOCKS)
-        SHAPES(TILE_I4)
-        CASE(TILE_I8, 0, ALONE)
-        CASE(TILE_I8_HALF_BLOCKS, 0, ALONE)
-        CASE(TILE_I4, 0, ALONE)
+static void tile_of_shape(Type type, int n_panels, int height, const Tile *t) {
+    switch ((int)type * EACH_TYPE + (n_panels > 1 ? WIDE : 0) + height) {
+        SHAPES(F32)
+        SHAPES(F16)
+        SHAPES(BF16)
+        SHAPES(I8)
+        SHAPES(I8_16)
+        SHAPES(U8)
+        SHAPES(U8_16)
+        EACH_PLANE_TYPE(CASE_ALONE)
+        CASE_ALONE(I8)
+        CASE_ALONE(I8_16)
     }
 }
 
 // y[r] = W x[r] for n_rows rows and at most TILE_PANELS panels: the highest tiles that there are, then lower ones
-static void multiply(TileKind kind, int n_panels, int n_rows, Tile t) {
-    int most = kind <= TILE_BF16 ? (int)FLOAT_ROWS : (int)TILE_ROWS;
-    t.tiles = (n_rows + most - 1) / most;
-    if (t.tiles == 1) t.steps_ahead = AHEAD;
-    bool alone = kind > TILE_BF16 && t.in->strip == 1;
-    for (int height; t.row < n_rows; t.row += height, t.turn++) {
-        int left = n_rows - t.row;
+static void multiply(Type type, int n_panels, int n_rows, Tile *t) {
+    int most = is_quantized(type) ? (int)TILE_ROWS : (int)FLOAT_ROWS;
+    t->tiles = (n_rows + most - 1) / most;
+    if (t->tiles == 1) t->steps_ahead = AHEAD;
+    bool alone = is_quantized(type) && t->in->strip == 1;
+    t->row = t->turn = 0;
+    for (int height; t->row < n_rows; t->row += height, t->turn++) {
+        int left = n_rows - t->row;
         height = left >= most ? most : left >= 8 ? 8 : left >= 6 ? 6 : min_int(left, 4);
-        tile_of_shape(kind, n_panels, alone ? ALONE : height, &t);
+        tile_of_shape(type, n_panels, alone ? ALONE : height, t);
     }
 }
 
@@ -986,17 +1212,28 @@ static void multiply_float(int n_panels, int n_rows, FloatPanels w, const void *
     Tile t = {.floats = w, .x = x, .x_stride = x_stride, .y = y, .y_stride = y_stride};
     for (int p = 0; p < n_panels; p += TILE_PANELS, t.floats.w += TILE_PANELS * w.panel, t.y += TILE_PANELS * PANEL) {
         t.steps_ahead = w.panel / w.step * TILE_PANELS;
-        multiply((TileKind)w.type, min_int(TILE_PANELS, n_panels - p), n_rows, t);
+        multiply(w.type, min_int(TILE_PANELS, n_panels - p), n_rows, &t);
     }
 }
 
 // The same for at most TILE_PANELS panels of quantised weights.
 static void multiply_quantized(int n_panels, int n_rows, const Matrix *w, size_t first_panel, const Activations *x,
                                float *y, size_t y_stride) {
-    Tile t = {.w = w, .first_panel = first_panel, .in = x, .y = y, .y_stride = y_stride};
-    t.steps_ahead = panel_words(w) / PANEL * (size_t)n_panels;
-    TileKind int8 = w->group % BLOCK ? TILE_I8_HALF_BLOCKS : TILE_I8;
-    multiply(w->type == I8 ? int8 : TILE_I4, n_panels, n_rows, t);
+    const Type words = types[w->type].values ? I8 : types[w->type].sum == BLOCK ? U8 : U8_16; // what planes become
+    const bool alone = x->strip == 1;
+    const Type type = alone || is_int8(w->type) ? w->type : words;
+    _Alignas(64) Chunk c;
+    Tile t = {.chunk = &c, .in = x, .y = y, .y_stride = y_stride};
+    c.w = w;
+    c.first_panel = first_panel;
+    c.cols = alone ? w->cols : CHUNK;
+    for (c.column = 0; c.column < w->cols; c.column += c.cols) {
+        c.cols = min_int(c.cols, w->cols - c.column);
+        c.words = matrix_words(w, first_panel, c.column);
+        c.panel = panel_words(w);
+        if (!alone) chunk_unpack(&c, n_panels);
+        multiply(type, n_panels, n_rows, &t);
+    }
 }
 
 // y[r] = W x[r], r < n_rows. y: [n_rows, y_stride], y_stride >= rows rounded up to whole panels. Every thread of a
@@ -1347,8 +1584,8 @@ static FloatPanels value_panels(const Session *s, const uint32_t *values, int t,
 // One block of a key or value, n <= BLOCK floats, as the words that the cache has of it. Returns how many these are.
 // f16: what is beyond the largest half, 65504, becomes that. int8: and the scale, as bits.
 static int encode_block(Type type, const float *x, int n, uint32_t words[BLOCK], uint32_t *scale) {
-    float block[BLOCK] = {0}, float_scale, sum;
-    int32_t q[BLOCK / 4], start[N_STARTS];
+    float block[BLOCK] = {0}, float_scale, sum[N_SUMS];
+    int32_t q[BLOCK / 4], minus[N_SUMS];
     memcpy(block, x, (size_t)n * sizeof *x);
     if (type == F32) memcpy(words, block, sizeof block);
     if (type == F16) {
@@ -1356,7 +1593,7 @@ static int encode_block(Type type, const float *x, int n, uint32_t words[BLOCK],
         for (int i = 0; i < BLOCK; i += LANES) floats_store_f16((uint16_t *)words + i, floats_load(block + i));
     }
     if (type == I8) {
-        quantize_block(block, 1, q, start, &float_scale, &sum);
+        quantize_block(block, 1, q, &float_scale, minus, sum);
         memcpy(words, q, sizeof q);
         *scale = bits_of_float(float_scale);
     }
@@ -1394,13 +1631,13 @@ static Activations activations_open(const Model *m, int n, int cols) {
     if (!m->any_quantized) return x;
     x.q = alloc(blocks * BLOCK / 4, sizeof *x.q, "activations");
     x.scale = alloc(blocks, sizeof *x.scale, "activations");
-    x.sum = alloc(blocks, sizeof *x.sum, "activations");
-    x.start = alloc(blocks * N_STARTS, sizeof *x.start, "activations");
+    x.sum = alloc(blocks * N_SUMS, sizeof *x.sum, "activations");
+    x.minus = alloc(blocks * N_SUMS, sizeof *x.minus, "activations");
     return x;
 }
 
 static void activations_free(Activations *x) {
-    void *all[] = {x->f, x->pairs, x->q, x->scale, x->sum, x->start};
+    void *all[] = {x->f, x->pairs, x->q, x->scale, x->sum, x->minus};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -2904,25 +3141,6 @@ static void sequence_run(Engine *e, Sequence *q) {
 // in the file is checked once. A loader (§13, §14) finds where the rows of each tensor lie; tensor_load unpacks and
 // rearranges them into panels, on all threads.
 
-// Everything that a stream still holds. A text file, a pipe or standard input; `name` is for messages.
-static Text read_stream(FILE *stream, const char *name) {
-    Text text = {0};
-    char block[1 << 16];
-    size_t n;
-    while ((n = fread(block, 1, sizeof block, stream)) > 0) text_append(&text, block, n);
-    if (ferror(stream)) die("%s: cannot read: %s", name, strerror(errno));
-    return text;
-}
-
-static Text read_text_file(const char *path) {
-    if (!strcmp(path, "-")) return read_stream(stdin, "standard input");
-    FILE *stream = fopen(path, "rb");
-    if (!stream) die("%s: cannot open: %s", path, strerror(errno));
-    Text text = read_stream(stream, path);
-    fclose(stream);
-    return text;
-}
-
 static Mapping map_file(const char *path) {
     int fd = open(path, O_RDONLY);
     if (fd < 0) die("%s: cannot open: %s", path, strerror(errno));
@@ -3043,60 +3261,62 @@ static void config_check(const Config *c, const char *path, const char *format) 
 
 // --- the number formats of files
 
-// A type of weights in a file, and the panel that holds it without loss: w = scale * (q - zero) + minimum.
+// A type of weights in a file, and the panel that holds it without loss (§2).
 typedef struct Part Part;
 typedef struct {
     const char *name;
-    int id;          // in a GGUF file, or -1
-    int columns;     // weights in a block
-    int bytes;       // of a block
-    Type type;       // of the panel
-    int group;       // columns that share a scale: 16 or 32
-    Type scale_type; // F16 or F32
+    int id;      // in a GGUF file, or -1
+    int columns; // weights in a block
+    int bytes;   // of a block
+    Type type;   // of the panel, and so on as in Matrix
+    Scaling scaling;
+    int group, zero;
     bool has_min;
-    int zero, high;          // high: bytes of the block with a fifth bit of each weight
     void (*unpack)(Part *p); // NULL: plain, the panel's steps as they are
 } Format;
 
-// 32 neighbouring weights of a row: where the file has them; unpacked, integers with a scale and minimum for each half.
+// 32 neighbouring weights of a row: where the file has them, and unpacked.
 struct Part {
     const Format *format;
     const uint8_t *block;
-    int part; // which 32 of the block
-    int8_t q[32];
-    float scale[2], min[2];
+    int part;           // which 32 of the block
+    int8_t q[32];       // integers, or indices of values
+    float factor[2];    // of the scales, and of the minima
+    uint8_t code[2][2]; // the integers of the scales, and of the minima, for each half
 };
 
-static uint16_t load_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
 static float load_f16(const uint8_t *p) { return float_from_f16(load_u16(p)); }
 
-// The same scale and minimum for all 32.
-static void unpack_scale(Part *p, float scale, float min) {
-    p->scale[0] = p->scale[1] = scale;
-    p->min[0] = p->min[1] = min;
-}
-
-// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
-static void unpack_q8_0(Part *p) {
-    unpack_scale(p, load_f16(p->block), 0);
-    memcpy(p->q, p->block + 2, 32);
-}
-
-// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8)
-// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
-// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
-// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
-// Byte j of n has number j in its low 4 bits and number j + 16 in the high ones.
-static void unpack_q4_q5(Part *p) {
-    const bool has_min = p->format->has_min;
-    const uint8_t *high = p->block + (has_min ? 4 : 2), *n = high + p->format->high;
-    unpack_scale(p, load_f16(p->block), has_min ? load_f16(p->block + 2) : 0);
+// What most formats have: byte j with number j in its low 4 bits, number j + 16 in the high ones;
+static void unpack_nibbles(Part *p, const uint8_t *n) {
     for (int j = 0; j < 16; j++) {
         p->q[j] = n[j] & 15;
         p->q[j + 16] = n[j] >> 4;
     }
-    for (int j = 0; j < 32 && p->format->high; j++)
-        p->q[j] = (int8_t)(p->q[j] + (high[j / 8] >> j % 8 & 1) * 16 - (has_min ? 0 : 16));
+}
+
+// and 32 bytes for 4 parts, each of which has 2 bits of every byte.
+static void unpack_crumbs(Part *p, const uint8_t *n) {
+    for (int j = 0; j < 32; j++) p->q[j] = n[p->part / 4 * 32 + j] >> p->part % 4 * 2 & 3;
+}
+
+// Q8_0, 34 bytes:  [ d f16 | 32 x int8 ]                              w = d q
+static void unpack_q8_0(Part *p) {
+    p->factor[0] = load_f16(p->block);
+    memcpy(p->q, p->block + 2, 32);
+}
+
+// Q4_0, 18 bytes:  [ d f16 | 16 bytes n ]                             w = d (q - 8); IQ4_NL: w = d value[q]
+// Q4_1, 20 bytes:  [ d f16 | m f16 | 16 bytes n ]                     w = d q + m
+// Q5_0, 22 bytes:  [ d f16 | high 4 bytes | 16 bytes n ]              w = d (q - 16), q = n + 16 * bit of high
+// Q5_1, 24 bytes:  [ d f16 | m f16 | high 4 bytes | 16 bytes n ]      w = d q + m
+static void unpack_q4_q5(Part *p) {
+    const bool has_min = p->format->has_min, five = p->format->type == I5;
+    const uint8_t *high = p->block + (has_min ? 4 : 2);
+    p->factor[0] = load_f16(p->block);
+    p->factor[1] = has_min ? load_f16(p->block + 2) : 0;
+    unpack_nibbles(p, high + (five ? 4 : 0));
+    for (int j = 0; j < 32 && five; j++) p->q[j] |= (int8_t)((high[j / 8] >> j % 8 & 1) << 4);
 }
 
 // Q4_K, 144 bytes for 8 parts of 32:  [ d f16 | dmin f16 | s 12 bytes | 128 bytes n ]     w = d scale q - dmin min
@@ -3104,45 +3324,120 @@ static void unpack_q4_q5(Part *p) {
 // s holds 8 scales and 8 minima of 6 bits: those of parts 0..3 in the low 6 bits of bytes 0..3 (scales) and 4..7
 // (minima); of parts 4..7 the low 4 bits in bytes 8..11 and the high 2 on top of bytes 0..7. Each 32 bytes of n hold
 // two parts, the even one in the low 4 bits. The fifth bit of a weight is bit `part` of high[j].
-static void unpack_k(Part *p) {
-    const int part = p->part;
-    const uint8_t *b = p->block, *s = b + 4, *high = b + 16, *n = high + p->format->high + part / 2 * 32;
+static void unpack_q4_q5_k(Part *p) {
+    const int part = p->part, five = p->format->type == I5;
+    const uint8_t *b = p->block, *s = b + 4, *high = b + 16, *n = high + (five ? 32 : 0) + part / 2 * 32;
     int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
     int min = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
-    unpack_scale(p, load_f16(b) * (float)scale, -(load_f16(b + 2) * (float)min));
+    p->factor[0] = load_f16(b);
+    p->factor[1] = -load_f16(b + 2);
+    for (int half = 0; half < 2; half++) {
+        p->code[0][half] = (uint8_t)scale;
+        p->code[1][half] = (uint8_t)min;
+    }
     for (int j = 0; j < 32; j++) p->q[j] = n[j] >> part % 2 * 4 & 15;
-    for (int j = 0; j < 32 && p->format->high; j++) p->q[j] |= (int8_t)((high[j] >> part & 1) << 4);
+    for (int j = 0; j < 32 && five; j++) p->q[j] |= (int8_t)((high[j] >> part & 1) << 4);
 }
 
 // Q6_K, 210 bytes:  [ 128 bytes low | 64 bytes high | 16 x int8 scale | d f16 ]     w = d scale (q - 32), groups of 16
 // Of each half of 4 parts: parts 0, 1 have their low 4 bits in the low nibbles of 64 bytes, parts 2, 3 in the high
-// nibbles; the 2 bits above are bits 2p and 2p + 1 of 32 bytes, p the part in its half.
+// nibbles; the 2 bits above are those of the crumbs.
 static void unpack_q6_k(Part *p) {
+    const uint8_t *b = p->block, *low = b + p->part / 4 * 64 + p->part % 2 * 32;
+    p->factor[0] = load_f16(b + 208);
+    for (int half = 0; half < 2; half++) p->code[0][half] = b[192 + 2 * p->part + half];
+    unpack_crumbs(p, b + 128);
+    for (int j = 0; j < 32; j++) p->q[j] = (int8_t)((low[j] >> p->part % 4 / 2 * 4 & 15) | p->q[j] << 4);
+}
+
+// Q3_K, 110 bytes:  [ high 32 bytes | crumbs 64 bytes | s 12 bytes | d f16 ]     w = d (scale - 32) (q - 4), in 16s
+// s holds 16 scales of 6 bits: the low 4 bits of scales 0..7 in the low nibbles of 8 bytes, of 8..15 in the high ones;
+// the 2 bits above in the crumbs of the last 4 bytes. The third bit of a weight is bit `part` of high[j].
+static void unpack_q3_k(Part *p) {
+    const uint8_t *b = p->block, *s = b + 96;
+    p->factor[0] = load_f16(b + 108);
+    for (int half = 0; half < 2; half++) {
+        int g = 2 * p->part + half;
+        p->code[0][half] = (uint8_t)(((s[g % 8] >> g / 8 * 4 & 15) | (s[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32);
+    }
+    unpack_crumbs(p, b + 32);
+    for (int j = 0; j < 32; j++) p->q[j] |= (int8_t)((b[j] >> p->part & 1) << 2);
+}
+
+// Q2_K, 84 bytes:  [ 16 bytes scale and min | crumbs 64 bytes | d f16 | dmin f16 ]     w = d scale q - dmin min, groups
+// of 16: the scale in the low 4 bits of a byte, the minimum in the high ones.
+static void unpack_q2_k(Part *p) {
     const uint8_t *b = p->block;
-    const int part = p->part;
-    const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
-    float d = load_f16(b + 208);
-    for (int half = 0; half < 2; half++) p->scale[half] = d * (float)(int8_t)b[192 + 2 * part + half];
+    p->factor[0] = load_f16(b + 80);
+    p->factor[1] = -load_f16(b + 82);
+    for (int half = 0; half < 2; half++) p->code[0][half] = p->code[1][half] = b[2 * p->part + half];
+    unpack_crumbs(p, b + 16);
+}
+
+// IQ4_XS, 136 bytes:  [ d f16 | 2 bytes, crumbs | 4 bytes, nibbles | 8 x 16 bytes n ]     w = d (scale - 32) value[q]
+// The scale of a part: 4 bits among the nibbles, 2 bits above them among the crumbs.
+static void unpack_iq4_xs(Part *p) {
+    const uint8_t *b = p->block;
+    int scale = (b[4 + p->part / 2] >> p->part % 2 * 4 & 15) | (load_u16(b + 2) >> p->part * 2 & 3) << 4;
+    p->factor[0] = load_f16(b);
+    p->code[0][0] = p->code[0][1] = (uint8_t)(scale - 32);
+    unpack_nibbles(p, b + 8 + p->part * 16);
+}
+
+// MXFP4, 17 bytes:  [ e | 16 bytes n ]     w = 2^(e - 128) value[q]
+static void unpack_mxfp4(Part *p) {
+    p->code[0][0] = p->code[0][1] = p->block[0];
+    unpack_nibbles(p, p->block + 1);
+}
+
+// TQ2_0, 66 bytes:  [ crumbs 64 bytes | d f16 ]     w = d (q - 1), q 0, 1 or 2
+static void unpack_tq2_0(Part *p) {
+    p->factor[0] = load_f16(p->block + 64);
+    unpack_crumbs(p, p->block);
+}
+
+// TQ1_0, 54 bytes:  [ 32 bytes | 16 bytes | 4 bytes | d f16 ]     w = d (q - 1)
+// A byte holds up to five q, as the digits of a fraction to the base 3: b / 256 = 0.q0 q1 q2 q3 q4. The first 32 bytes
+// have q0 for weights 0..31, q1 for 32..63, up to 159; so have the 16 bytes for 160..239, the 4 bytes for 240..255.
+static void unpack_tq1_0(Part *p) {
+    p->factor[0] = load_f16(p->block + 52);
     for (int j = 0; j < 32; j++) {
-        int q = (low[j] >> part % 4 / 2 * 4 & 15) | (high[j] >> part % 4 * 2 & 3) << 4;
-        p->q[j] = (int8_t)(q - 32);
+        int i = 32 * p->part + j, from = i < 160 ? 0 : i < 240 ? 160 : 240, n = i < 160 ? 32 : i < 240 ? 16 : 4;
+        uint8_t digits = p->block[from / 5 + (i - from) % n];
+        for (int digit = (i - from) / n; digit > 0; digit--) digits = (uint8_t)(digits * 3);
+        p->q[j] = (int8_t)(digits * 3 >> 8);
     }
 }
 
 static const Format formats[] = {
-    {"F32", 0, 1, 4, F32, 0, F32, false, 0, 0, NULL},
-    {"F16", 1, 1, 2, F16, 0, F32, false, 0, 0, NULL},
-    {"BF16", 30, 1, 2, BF16, 0, F32, false, 0, 0, NULL},
-    {"Q8_0", 8, 32, 34, I8, 32, F16, false, 0, 0, unpack_q8_0},
-    {"Q4_0", 2, 32, 18, I4, 32, F16, false, 8, 0, unpack_q4_q5},
-    {"Q4_1", 3, 32, 20, I4, 32, F16, true, 0, 0, unpack_q4_q5},
-    {"Q5_0", 6, 32, 22, I8, 32, F16, false, 0, 4, unpack_q4_q5},
-    {"Q5_1", 7, 32, 24, I8, 32, F16, true, 0, 4, unpack_q4_q5},
-    {"Q4_K", 12, 256, 144, I4, 32, F32, true, 0, 0, unpack_k},
-    {"Q5_K", 13, 256, 176, I8, 32, F32, true, 0, 32, unpack_k},
-    {"Q6_K", 14, 256, 210, I8, 16, F32, false, 0, 0, unpack_q6_k},
+    {"F32", 0, 1, 4, F32, SCALE_F32, 0, 0, false, NULL},
+    {"F16", 1, 1, 2, F16, SCALE_F32, 0, 0, false, NULL},
+    {"BF16", 30, 1, 2, BF16, SCALE_F32, 0, 0, false, NULL},
+    {"Q8_0", 8, 32, 34, I8, SCALE_F16, 32, 0, false, unpack_q8_0},
+    {"Q4_0", 2, 32, 18, I4, SCALE_F16, 32, 8, false, unpack_q4_q5},
+    {"Q4_1", 3, 32, 20, I4, SCALE_F16, 32, 0, true, unpack_q4_q5},
+    {"Q5_0", 6, 32, 22, I5, SCALE_F16, 32, 16, false, unpack_q4_q5},
+    {"Q5_1", 7, 32, 24, I5, SCALE_F16, 32, 0, true, unpack_q4_q5},
+    {"Q2_K", 10, 256, 84, I2, SCALE_NIBBLES, 16, 0, true, unpack_q2_k},
+    {"Q3_K", 11, 256, 110, I3, SCALE_PRODUCT, 16, 4, false, unpack_q3_k},
+    {"Q4_K", 12, 256, 144, I4, SCALE_PRODUCT, 32, 0, true, unpack_q4_q5_k},
+    {"Q5_K", 13, 256, 176, I5, SCALE_PRODUCT, 32, 0, true, unpack_q4_q5_k},
+    {"Q6_K", 14, 256, 210, I6, SCALE_PRODUCT, 16, 32, false, unpack_q6_k},
+    {"IQ4_NL", 20, 32, 18, IQ4, SCALE_F16, 32, 0, false, unpack_q4_q5},
+    {"IQ4_XS", 23, 256, 136, IQ4, SCALE_PRODUCT, 32, 0, false, unpack_iq4_xs},
+    {"MXFP4", 39, 32, 17, FP4, SCALE_POWER, 32, 0, false, unpack_mxfp4},
+    {"TQ1_0", 34, 256, 54, I2, SCALE_F16, 256, 1, false, unpack_tq1_0},
+    {"TQ2_0", 35, 256, 66, I2, SCALE_F16, 256, 1, false, unpack_tq2_0},
+    // Known by name only: their weights are points of a lattice, looked up eight or four at a time.
+    {.name = "IQ1_S", .id = 19},
+    {.name = "IQ1_M", .id = 29},
+    {.name = "IQ2_XXS", .id = 16},
+    {.name = "IQ2_XS", .id = 17},
+    {.name = "IQ2_S", .id = 22},
+    {.name = "IQ3_XXS", .id = 18},
+    {.name = "IQ3_S", .id = 21},
     // llama2.c's: scales in an array of their own, groups of any size
-    {"int8", -1, 1, 1, I8, 0, F32, false, 0, 0, NULL},
+    {"int8", -1, 1, 1, I8, SCALE_F32, 0, 0, false, NULL},
 };
 enum { N_FORMATS = sizeof formats / sizeof *formats };
 static const Format *const FORMAT_F32 = &formats[0], *const FORMAT_INT8 = &formats[N_FORMATS - 1];
@@ -3185,7 +3480,11 @@ static void source_floats(const Source *s, int row, int cols, float *out) {
     const uint8_t *from = s->weights + (size_t)row * row_bytes(f, cols);
     for (int i = 0; f->unpack && i < cols / 32; i++) {
         Part p = unpack(f, from, i);
-        for (int j = 0; j < 32; j++) out[32 * i + j] = p.scale[j / 16] * (float)(p.q[j] - f->zero) + p.min[j / 16];
+        for (int j = 0; j < 32; j++) {
+            int q = types[f->type].values ? types[f->type].values[p.q[j]] : p.q[j] - f->zero;
+            float min = f->has_min ? scale_value(f->scaling, p.factor[1], p.code[1][j / 16], 1) : 0;
+            out[32 * i + j] = scale_value(f->scaling, p.factor[0], p.code[0][j / 16], 0) * (float)q + min;
+        }
     }
     for (int k = 0; !f->unpack && k < cols; k++) {
         if (f->type == F32) out[k] = float_from_bits(load_u32(from + 4 * k));
@@ -3205,27 +3504,32 @@ static void pack_steps(uint32_t *panel, const void *row, int r, size_t n_steps) 
     for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, (const uint8_t *)row + i * 4, 4);
 }
 
-static void store_scale(const Matrix *w, const void *array, size_t at, float value) {
-    if (w->scale_type == F16) ((uint16_t *)array)[at] = f16_from_float(value); // it came from a half: exact
-    else ((float *)array)[at] = value;
+// The scales (which 0) or minima (1) of a part that begins at column k -> lane r of panel p.
+static void pack_scales(const Matrix *w, const Part *part, int k, size_t p, int r, int which) {
+    for (int column = k; column < k + 32; column += min_int(w->group, 32)) {
+        const ScalePlace at = scale_place(w, p, column);
+        uint8_t *factor = (uint8_t *)place_factors(w->scaling, at, r, which);
+        uint16_t half = f16_from_float(part->factor[which]); // it came from a half: exact
+        if (scalings[w->scaling].factor_bytes) memcpy(factor, &half, sizeof half);
+        if (!scalings[w->scaling].code_bytes) continue;
+        *(uint8_t *)place_codes(w->scaling, at, r, which) = part->code[which][(column - k) / 16];
+    }
 }
 
 // A row of blocks -> row r of panel p.
 static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
-    uint32_t *word = (uint32_t *)w->panels + p * panel_words(w) + r;
+    const int low = types[w->type].low, high = types[w->type].high;
+    uint32_t *step = (uint32_t *)w->panels + p * panel_words(w) + r;
     for (int i = 0; i < w->cols / 32; i++) {
-        Part u = unpack(f, row, i);
-        for (int k = 0; k < 32; k += step_columns(w->type), word += PANEL) {
-            uint8_t bytes[4];
-            for (int j = 0; j < 4; j++)
-                bytes[j] = (uint8_t)(w->type == I8 ? u.q[k + j] : (uint8_t)u.q[k + j] | (uint8_t)u.q[k + j + 4] << 4);
-            memcpy(word, bytes, 4);
+        Part part = unpack(f, row, i);
+        uint32_t steps[8] = {0};
+        for (int j = 0; j < 8; j++) {
+            uint32_t word = load_u32(part.q + 4 * j);
+            steps[j * low / 8] |= (word & low_bits(low)) << j * low % 8;
+            if (high) steps[low + j * high / 8] |= (word >> low & low_bits(high)) << j * high % 8;
         }
-        for (int g = 0; g < 32 / w->group; g++) {
-            size_t at = p * panel_scales(w) + (size_t)(i * (32 / w->group) + g) * PANEL + (size_t)r;
-            store_scale(w, w->scales, at, u.scale[g]);
-            if (w->mins) store_scale(w, w->mins, at, u.min[g]);
-        }
+        for (int j = 0; j < low + high; j++, step += PANEL) *step = steps[j];
+        for (int which = 0; which <= w->has_min; which++) pack_scales(w, &part, 32 * i, p, r, which);
     }
 }
 
@@ -3235,16 +3539,16 @@ static void pack_row(const Matrix *w, const Source *s, int from, size_t p, int r
     const uint8_t *row = s->weights + (size_t)from * row_bytes(f, w->cols);
     uint32_t *panel = (uint32_t *)w->panels + p * panel_words(w);
     size_t n_steps = panel_words(w) / PANEL;
-    if (f->type != w->type) {
+    if (w->type == F32 && f->type != F32) {
         float *values = alloc((size_t)w->cols, sizeof *values, "a row");
         source_floats(s, from, w->cols, values);
         pack_steps(panel, values, r, n_steps);
         free(values);
     } else if (f->unpack) pack_blocks(w, f, row, p, r);
     else pack_steps(panel, row, r, n_steps);
-    if (f->type == w->type && s->scales) {
+    if (w->type != F32 && s->scales) {
         size_t groups = (size_t)(w->cols / w->group);
-        pack_steps((uint32_t *)w->scales + p * panel_scales(w), s->scales + (size_t)from * groups * 4, r, groups);
+        pack_steps((uint32_t *)w->scales + p * groups * PANEL, s->scales + (size_t)from * groups * 4, r, groups);
     }
 }
 
@@ -3255,13 +3559,17 @@ static Matrix matrix_load(int rows, int cols, const Source *s, int n_threads) {
     const Format *f = s->format;
     size_t group = s->scales ? s->group : (size_t)f->group;
     bool fits = cols % step_columns(f->type) == 0 && (!group || ((size_t)cols % group == 0 && group % 16 == 0));
-    Matrix w = {.type = fits ? f->type : F32, .rows = rows, .cols = cols, .group = fits ? (int)group : 0};
-    w.scale_type = f->scale_type;
-    w.zero = fits ? f->zero : 0;
+    Matrix w = {.type = F32, .rows = rows, .cols = cols};
+    if (fits) {
+        w.type = f->type == I8 && group % 32 ? I8_16 : f->type;
+        w.scaling = f->scaling;
+        w.group = (int)group;
+        w.zero = f->zero;
+        w.has_min = f->has_min;
+    }
     size_t n = matrix_panels(&w);
     w.panels = alloc_pages(n, panel_words(&w) * 4, "weights");
-    if (is_quantized(w.type)) w.scales = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "scales");
-    if (f->has_min) w.mins = alloc_pages(n, panel_scales(&w) * scale_bytes(&w), "minima");
+    if (is_quantized(w.type)) w.scales = alloc_pages(n, scale_layout(&w).panel, "scales");
 #pragma omp parallel for schedule(static) num_threads(n_threads) if (n > 64) // else done before a thread wakes up
     for (size_t p = 0; p < n; p++)
         for (int r = 0; r < min_int(PANEL, rows - (int)p * PANEL); r++)
@@ -3272,8 +3580,7 @@ static Matrix matrix_load(int rows, int cols, const Source *s, int n_threads) {
 static void matrix_free(Matrix *w) {
     size_t n = matrix_panels(w);
     free_pages((void *)w->panels, n, panel_words(w) * 4);
-    free_pages((void *)w->scales, n, panel_scales(w) * scale_bytes(w));
-    free_pages((void *)w->mins, n, panel_scales(w) * scale_bytes(w));
+    free_pages((void *)w->scales, n, scale_layout(w).panel);
 }
 
 // --- into a model
@@ -3366,7 +3673,7 @@ typedef struct {
     GgufTensor *tensors; // sorted by name
 } Gguf;
 
-enum { FLAT_VERSION = 1, FLAT_ALIGNMENT = 64, FLAT_FORMAT = 24 }; // 24: bytes, GGML's type I8
+enum { FLAT_VERSION = 2, FLAT_ALIGNMENT = 64, FLAT_FORMAT = 24 }; // 24: bytes, GGML's type I8
 
 static String reader_string(Reader *r, const char *what) {
     uint64_t len = reader_u64(r, what);
@@ -3505,16 +3812,23 @@ static uint64_t gguf_array(const Gguf *g, const char *key, GgufType element, Rea
 
 // --- tensors
 
-// Where the scales of a matrix in panels begin (part 0), and after them the minima (part 1).
-static size_t flat_offset(const Matrix *w, int part) {
-    size_t n = matrix_panels(w), scales = pad(n * panel_scales(w) * scale_bytes(w), FLAT_ALIGNMENT);
-    return n * panel_words(w) * 4 + (size_t)part * scales;
+// Whether the numbers that describe a matrix, each in its range, go together.
+static bool matrix_sound(const Matrix *w) {
+    const bool small = type_bits(w->type) < 8;
+    if (!is_quantized(w->type))
+        return w->cols % step_columns(w->type) == 0 && !w->group && !w->scaling && !w->zero && !w->has_min;
+    if (!w->group || w->group % types[w->type].sum || w->cols % w->group || (small && w->cols % BLOCK)) return false;
+    const int superblock = scale_layout(w).superblock;
+    if (superblock % w->group || w->cols % superblock) return false;
+    if (w->zero & (w->zero - 1) || (w->zero && (!small || types[w->type].values))) return false;
+    return w->scaling == SCALE_POWER ? !w->has_min : w->scaling != SCALE_NIBBLES || w->has_min;
 }
 
 // The next matrix of a flat checkpoint, from its list; where it lies is not known yet.
 static void flat_matrix(GgufTensor *t, Reader *list) {
-    enum { TYPE, ROWS, COLS, GROUP, SCALE_TYPE, ZERO, HAS_MIN, N_FIELDS };
-    static const int least[] = {0, 1, 1, 0, F32, 0, 0}, most[] = {N_TYPES - 1, 1 << 24, 1 << 24, 1 << 24, F16, 8, 1};
+    enum { TYPE, ROWS, COLS, GROUP, SCALING, ZERO, HAS_MIN, N_FIELDS };
+    static const int least[] = {0, 1, 1, 0, 0, 0, 0};
+    static const int most[] = {U8 - 1, 1 << 24, 1 << 24, 1 << 24, N_SCALINGS - 1, 32, 1};
     int n[N_FIELDS];
     bool sound = true;
     if (list->size - list->pos < sizeof n)
@@ -3524,22 +3838,15 @@ static void flat_matrix(GgufTensor *t, Reader *list) {
         n[i] = reader_i32(list, "run.flat.matrices");
         sound = sound && n[i] >= least[i] && n[i] <= most[i];
     }
-    Type type = sound ? (Type)n[TYPE] : F32;
-    bool groups = sound && n[GROUP] && n[GROUP] % 16 == 0 && n[COLS] % n[GROUP] == 0;
-    bool int8 = groups && type == I8 && !n[ZERO] && (!n[HAS_MIN] || n[GROUP] % BLOCK == 0);
-    bool int4 = groups && type == I4 && n[GROUP] == BLOCK && n[ZERO] % 8 == 0;
-    bool plain = sound && !is_quantized(type) && n[COLS] % step_columns(type) == 0 &&
-                 !(n[GROUP] || n[SCALE_TYPE] || n[ZERO] || n[HAS_MIN]);
-    if (!int8 && !int4 && !plain)
+    Matrix w = {(Type)n[TYPE], n[ROWS], n[COLS], NULL, NULL, (Scaling)n[SCALING], n[GROUP], n[ZERO], n[HAS_MIN]};
+    if (!sound || !matrix_sound(&w))
         die_about(list->path, "tensor", t->name,
-                  "type %d, shape [%d, %d], group %d, scale type %d, zero %d and minima %d do not go together", n[TYPE],
-                  n[ROWS], n[COLS], n[GROUP], n[SCALE_TYPE], n[ZERO], n[HAS_MIN]);
+                  "type %d, shape [%d, %d], group %d, scaling %d, zero %d and minima %d do not go together", n[TYPE],
+                  n[ROWS], n[COLS], n[GROUP], n[SCALING], n[ZERO], n[HAS_MIN]);
     t->rows = n[ROWS];
     t->cols = n[COLS];
-    t->has_min = n[HAS_MIN];
-    t->matrix = (Matrix){type, t->rows, t->cols, n[GROUP], (Type)n[SCALE_TYPE], n[ZERO], NULL, NULL, NULL};
-    size_t scales = matrix_panels(&t->matrix) * panel_scales(&t->matrix) * scale_bytes(&t->matrix);
-    t->bytes = flat_offset(&t->matrix, t->has_min) + scales;
+    t->matrix = w;
+    t->bytes = matrix_bytes(&w);
 }
 
 // Shape and size of a matrix or vector in rows, of a format known by its number.
@@ -3553,11 +3860,12 @@ static void row_tensor(GgufTensor *t, uint32_t id, const unsigned long long dims
     t->rows = (int)dims[1];
     t->format = format_by_id(id);
     Text known = {0};
-    for (int i = 0; !t->format && i < N_FORMATS; i++)
-        if (formats[i].id >= 0) text_format(&known, "%s%s", i ? " " : "", formats[i].name);
-    if (!t->format)
-        die_about(path, "tensor", t->name, "its format, number %u, is none of those this program knows (%.*s)", id,
-                  (int)known.len, known.data);
+    for (int i = 0; i < N_FORMATS; i++)
+        if (formats[i].id >= 0 && formats[i].columns) text_format(&known, "%s%s", i ? " " : "", formats[i].name);
+    if (!t->format || !t->format->columns)
+        die_about(path, "tensor", t->name, "its format, number %u%s%s, is none of those this program knows (%.*s)", id,
+                  t->format ? ", " : "", t->format ? t->format->name : "", (int)known.len, known.data);
+    free(known.data);
     if (t->cols % t->format->columns)
         die_about(path, "tensor", t->name, "expected rows of whole %s blocks of %d, got rows of %d", t->format->name,
                   t->format->columns, t->cols);
@@ -3597,8 +3905,7 @@ static void gguf_place_tensors(Gguf *g, const Reader *r) {
         if (t->format) continue;
         Matrix *w = &t->matrix;
         w->panels = t->data;
-        w->scales = is_quantized(w->type) ? t->data + flat_offset(w, 0) : NULL;
-        w->mins = t->has_min ? t->data + flat_offset(w, 1) : NULL;
+        if (is_quantized(w->type)) w->scales = t->data + matrix_panels(w) * panel_words(w) * 4;
     }
     qsort(g->tensors, (size_t)g->n_tensors, sizeof *g->tensors, compare_offsets);
     for (int i = 1; i < g->n_tensors; i++) {
@@ -5017,6 +5324,25 @@ static bool lines_next(Lines *l, String *line) {
 // Options and prompt in, text or JSON out. Each mode is a function from the options to an exit code. Generated text
 // goes to stdout, everything else to stderr.
 
+// Everything that a stream still holds. A text file, a pipe or standard input; `name` is for messages.
+static Text read_stream(FILE *stream, const char *name) {
+    Text text = {0};
+    char block[1 << 16];
+    size_t n;
+    while ((n = fread(block, 1, sizeof block, stream)) > 0) text_append(&text, block, n);
+    if (ferror(stream)) die("%s: cannot read: %s", name, strerror(errno));
+    return text;
+}
+
+static Text read_text_file(const char *path) {
+    if (!strcmp(path, "-")) return read_stream(stdin, "standard input");
+    FILE *stream = fopen(path, "rb");
+    if (!stream) die("%s: cannot open: %s", path, strerror(errno));
+    Text text = read_stream(stream, path);
+    fclose(stream);
+    return text;
+}
+
 static void on_interrupt(int signal_number) {
     (void)signal_number;
     interrupted = 1;
@@ -5077,8 +5403,8 @@ static Tokenizer *choose_tokenizer(const Options *o, const Checkpoint *checkpoin
 
 // --rope-scaling and --rope-factor, in place of what the file says.
 static void choose_rope(const Options *o, Model *m) {
-    static const RopeScaling scalings[] = {ROPE_LINEAR, ROPE_NTK, ROPE_YARN}; // of rope_words
-    if (o->rope_scaling >= 0) rope_stretch(m, scalings[o->rope_scaling], o->rope_factor);
+    static const RopeScaling chosen[] = {ROPE_LINEAR, ROPE_NTK, ROPE_YARN}; // of rope_words
+    if (o->rope_scaling >= 0) rope_stretch(m, chosen[o->rope_scaling], o->rope_factor);
 }
 
 static void engine_load(Engine *e, const Options *o, bool with_tokenizer) {
@@ -5353,8 +5679,8 @@ static void print_matrix(const Model *m, const Tensor *t) {
     if (!w || (w == &m->output && m->tied)) return;
     for (int l = 0; l < copies; l++) bytes += (double)matrix_bytes(tensor_matrix(m, t, l));
     printf("  %-10s %4d x [%d, %d] %s", t->field, copies, w->rows, w->cols, type_name(w->type));
-    if (w->scales) printf(", groups of %d, %s scales", w->group, type_name(w->scale_type));
-    if (w->mins) printf(" and minima");
+    if (w->scales) printf(", groups of %d, %s scales", w->group, scalings[w->scaling].name);
+    if (w->has_min) printf(" and minima");
     printf(", %.1f MiB\n", bytes / (1 << 20));
 }
 
@@ -5369,11 +5695,11 @@ static void print_tokenizer(const Tokenizer *t) {
 }
 
 static void print_config(const Model *m) {
-    static const char *const scalings[] = {"", ", stretched linearly", ", stretched by YaRN", ", stretched NTK-aware"};
+    static const char *const stretched[] = {"", ", stretched linearly", ", stretched by YaRN", ", stretched NTK-aware"};
     const Config *c = &m->config;
     for (int i = 0; i < N_HYPERPARAMETERS; i++)
         if (*hyperparameter(c, i)) printf("%-15s %d\n", hyperparameters[i].name, *hyperparameter(c, i));
-    printf("norm epsilon    %g\nRoPE base       %g%s", (double)c->norm_eps, c->rope_base, scalings[c->rope_scaling]);
+    printf("norm epsilon    %g\nRoPE base       %g%s", (double)c->norm_eps, c->rope_base, stretched[c->rope_scaling]);
     if (c->rope_scaling) printf(" by %g from %d", c->rope_factor, c->rope_n_ctx);
     printf("\noutput          %s\n", m->tied ? "tied to the embedding" : "separate");
 }
@@ -6336,10 +6662,9 @@ static uint32_t read_words(const uint32_t *words, size_t n) {
 static uint32_t read_matrix(const Matrix *w, int thread, int n_threads) {
     size_t n = matrix_panels(w), first = n * (size_t)thread / (size_t)n_threads;
     size_t count = n * (size_t)(thread + 1) / (size_t)n_threads - first;
-    size_t scale_words = panel_scales(w) * scale_bytes(w) / 4;
+    size_t scale_words = scale_layout(w).panel / 4;
     uint32_t sum = read_words((const uint32_t *)w->panels + first * panel_words(w), count * panel_words(w));
     if (w->scales) sum += read_words((const uint32_t *)w->scales + first * scale_words, count * scale_words);
-    if (w->mins) sum += read_words((const uint32_t *)w->mins + first * scale_words, count * scale_words);
     return sum;
 }
 

@@ -316,9 +316,10 @@ def net_of(c):
 # ---- number formats: what a file's blocks say ----
 
 FORMATS = dict(
-    F32=0, F16=1, BF16=30, Q8_0=8, Q4_0=2, Q4_1=3, Q5_0=6, Q5_1=7, Q4_K=12, Q5_K=13, Q6_K=14
+    F32=0, F16=1, BF16=30, Q8_0=8, Q4_0=2, Q4_1=3, Q5_0=6, Q5_1=7, Q2_K=10, Q3_K=11, Q4_K=12, Q5_K=13, Q6_K=14,
+    IQ4_NL=20, IQ4_XS=23, MXFP4=39, TQ1_0=34, TQ2_0=35
 )  # fmt: skip
-QUANTISED = [name for name in FORMATS if name[0] == "Q"]
+QUANTISED = list(FORMATS)[3:]
 every_format = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -343,10 +344,20 @@ FIELDS = dict(
     Q4_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 144]), b"\x11" * 128),
     Q5_K=(dict(d=[0, 2], m=[2, 4], s=[4, 16], q=[16, 176]), bytes(32) + b"\x11" * 128),
     Q6_K=(dict(d=[208, 210], s=[192, 208], q=[0, 192]), b"\x11" * 128 + b"\xaa" * 64),
+    Q3_K=(dict(d=[108, 110], s=[96, 108], q=[0, 96]), b"\xff" * 32 + b"\x55" * 64),
+    Q2_K=(dict(d=[80, 82], m=[82, 84], s=[0, 16], q=[16, 80]), b"\x55" * 64),
+    IQ4_NL=(dict(d=[0, 2], q=[2, 18]), b"\x88" * 16),
+    IQ4_XS=(dict(d=[0, 2], s=[2, 8], q=[8, 136]), b"\x88" * 128),
+    MXFP4=(dict(s=[0, 1], q=[1, 17]), b"\x11" * 16),
+    TQ1_0=(dict(d=[52, 54], q=[0, 52]), b"\xff" * 52),
+    TQ2_0=(dict(d=[64, 66], q=[0, 64]), b"\xaa" * 64),
 )
-UNIT_SCALES = dict(Q4_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q5_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q6_K=b"\1" * 16)
+UNIT_SCALES = dict(
+    Q4_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q5_K=b"\1\1\1\1\0\0\0\0\1\1\1\1", Q6_K=b"\1" * 16, MXFP4=b"\x80",
+    Q3_K=b"\x11" * 8 + b"\xaa" * 4, Q2_K=b"\1" * 16, IQ4_XS=b"\xaa" * 2 + b"\x11" * 4
+)  # fmt: skip
 ONE = np.float16(1).tobytes()
-SMALLEST_GROUP = dict(Q6_K=16)
+SMALLEST_GROUP = dict(Q6_K=16, Q3_K=16, Q2_K=16, TQ1_0=16, TQ2_0=16)  # columns that are summed in integers
 
 
 def with_fields(name, blocks, **new):
@@ -355,7 +366,7 @@ def with_fields(name, blocks, **new):
     blocks, columns = blocks.copy(), block_size(name)
     parts = blocks.reshape(*blocks.shape[:-1], -1, columns[1])
     for field, value in new.items():
-        if field in FIELDS[name][0]:
+        if field in FIELDS[name][0] and value is not None:
             begin, end = FIELDS[name][0][field]
             value = np.frombuffer(value, u8) if isinstance(value, bytes) else value[..., None].copy().view(u8)
             parts[..., begin:end] = value
@@ -380,7 +391,10 @@ def random_weights(rng, name, rows, cols, size):
         return gguf.quants.quantize(w, gguf.GGMLQuantizationType[name]).view(u8).reshape(rows, -1)
     columns, width = block_size(name)
     blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
-    centre = dict(Q4_1=-7.5, Q5_1=-15.5, Q4_K=7.5, Q5_K=15.5).get(name, 0)
+    centre = dict(Q4_1=-7.5, Q5_1=-15.5, Q2_K=1.5, Q4_K=7.5, Q5_K=15.5).get(name, 0)
+    if name == "MXFP4":  # its scale is a power of two, 2^(s - 128); its numbers have an rms of about 6
+        powers = 128 + round(math.log2(size / 6)) + rng.integers(-1, 2, (rows, cols // columns))
+        return with_fields(name, blocks, s=powers.astype(u8))
     unit = dequantise(name, with_fields(name, blocks, d=ONE, m=np.float16(centre).tobytes()))
     d = np.exp(0.3 * rng.standard_normal((rows, cols // columns))) * size / np.sqrt(np.mean(unit * unit))
     return with_fields(name, blocks, d=d.astype(np.float16), m=(d * centre).astype(np.float16))
@@ -505,6 +519,8 @@ QUANTISED_NETS = dict(
     q4_k=Net("qwen2", "Q4_K", 256, 512, 4, 2, 64, biases="attn_q attn_k attn_v", tied=True),
     q6_k=Net("llama", "Q6_K", 256, 256, 8, 4, 64, scaling="yarn", factor=4.0),
     blends=Net("llama", "Q4_1 F16 Q5_1 Q8_0 Q5_0 BF16 Q4_0", 96, 160, 3, 3, 32, freqs=True),
+    few_bits=Net("llama", "Q2_K Q3_K TQ1_0 TQ2_0", 256, 256, 4, 2, 64),
+    tables=Net("qwen3", "IQ4_XS IQ4_NL MXFP4 Q5_0", 256, 512, 4, 2, 64, qk_norm=True, tied=True),
     k_blends=Net("qwen3", "Q5_K Q6_K F32 Q4_K", 256, 256, 4, 4, 64, qk_norm=True),
 )
 BF16_NETS = [name for name, net in NETS.items() if net.format == "BF16"]
@@ -1255,7 +1271,7 @@ def test_unpacking_equals_gguf(engine, name, build):
         cols = n * max(columns, 2)  # an odd row of halves is not laid out in panels
         blocks = rng.integers(0, 256, (rows, cols // columns * width)).astype(u8)
         want = dequantise(name, blocks)
-        assert np.isnan(want).any() or rows < 50 or width < 4
+        assert np.isnan(want).any() or rows < 50 or width < 4 or name == "MXFP4"
         assert np.array_equal(this.unpack(name, blocks, cols), want, equal_nan=True)
         back = np.empty((rows, cols), f32)
         this.matmul(name, blocks, np.zeros((1, cols), f32), threads=3, back=back)
@@ -1399,8 +1415,8 @@ def test_extreme_quants(engine, name, build):
     columns, width = block_size(name)
     for byte in (b"\0", b"\xff", b"\x80", b"\x7f"):
         begin, end = FIELDS[name][0]["q"]
-        blocks = np.zeros((33, 2 * width), u8)
-        blocks = with_fields(name, blocks, d=ONE, m=ONE, s=b"\xff" * 16 if name == "Q6_K" else b"\xff" * 12)
+        blocks = np.full((33, 2 * width), 0x80 if name == "MXFP4" else 0xFF, u8)  # all scales too
+        blocks = with_fields(name, blocks, d=ONE, m=ONE)
         blocks = with_fields(name, blocks, q=byte * (end - begin))
         x = np.full((9, 2 * columns), 127, f32)
         x[1::3] *= -1
@@ -2627,33 +2643,61 @@ def test_info(small, version):
 # ---- flat checkpoints: a writer, which follows doc/formats.md and shares no code with export.py ----
 
 FLAT = 24  # I8: the format of matrices
-FLAT_TYPES = ["F32", "F16", "BF16", "int8", "int4"]
+FLAT_TYPES = ["F32", "F16", "BF16"]
+# As run.c's Type and Scaling count them: type, the bits of its planes, zero, scaling (0 f32, 1 f16, 2 a power of two,
+# 3 int8 times f16, 4 int4 times f16), group.
+FLAT_FORMATS = dict(
+    Q8_0=(3, [8], 0, 1, 32), Q4_0=(4, [4], 8, 1, 32), Q4_1=(4, [4], 0, 1, 32), Q5_0=(5, [4, 1], 16, 1, 32),
+    Q5_1=(5, [4, 1], 0, 1, 32), Q2_K=(8, [2], 0, 4, 16), Q3_K=(7, [2, 1], 4, 3, 16), Q4_K=(4, [4], 0, 3, 32),
+    Q5_K=(5, [4, 1], 0, 3, 32), Q6_K=(6, [4, 2], 32, 3, 16), IQ4_NL=(9, [4], 0, 1, 32), IQ4_XS=(9, [4], 0, 3, 32),
+    MXFP4=(10, [4], 0, 2, 32), TQ1_0=(8, [2], 1, 1, 256), TQ2_0=(8, [2], 1, 1, 256)
+)  # fmt: skip
+
+
+def panels(w):
+    """[rows, n] -> [panel][n][16 rows]; missing rows are zero."""
+    return np.pad(w, ((0, -len(w) % 16), (0, 0))).reshape(-1, 16, w.shape[1]).swapaxes(1, 2).copy()
+
+
+def flat_scales(name, blocks, group, scaling):
+    """[panel][superblock]: 16 factors and 16 of the minima, then for each group 16 integers and 16 of the minima."""
+    n_super = blocks.shape[1] // block_size(name)[1]
+    parts, unit = blocks.reshape(len(blocks), n_super, -1), FIELDS[name][1]
+    kinds = [field for field in "dm" if field in FIELDS[name][0]]
+    entries, sign = [], u8(128 if block_size(name)[0] == 256 else 0)  # K-quants subtract their minima
+    for field in kinds:
+        half = parts[..., slice(*FIELDS[name][0][field])].copy()
+        half[..., 1] ^= sign if field == "m" else u8(0)
+        entries.append(panels(half.view(np.uint16)[..., 0]).view(u8).reshape(-1, n_super, 32))
+    if scaling == 2:
+        entries.append(panels(blocks[:, ::17]))
+    if scaling > 2:
+        scale = dequantise(name, with_fields(name, blocks, d=ONE, m=bytes(2), q=unit))[:, ::group].astype(int)
+        minimum = -dequantise(name, with_fields(name, blocks, d=bytes(2), m=ONE))[:, ::group].astype(int)
+        codes = [scale + 16 * minimum] if scaling == 4 else [scale, minimum][: len(kinds)]
+        codes = [panels(code.astype(u8)).reshape(-1, n_super, 256 // group, 16) for code in codes]
+        entries.append(np.stack(codes, 3).reshape(-1, n_super, 256 // group * 16 * len(codes)))
+    return np.concatenate(entries, -1).tobytes()
 
 
 def flat_matrix(name, blocks, cols):
-    """([type, rows, cols, group, type of the scales, zero, has minima], bytes) of rows of blocks of that format."""
-    rows, data = len(blocks), b""
-
-    def lay(w, columns):  # [rows, n], a few columns a step, becomes [panel][step][row]
-        nonlocal data
-        w = np.pad(w, ((0, -rows % 16), (0, 0)))
-        data += bytes(-len(data) % 64) + w.reshape(-1, 16, w.shape[1] // columns, columns).swapaxes(1, 2).tobytes()
-
+    """([type, rows, cols, group, scaling, zero, has minima], bytes) of rows of blocks of that format."""
+    rows = len(blocks)
     if name == "F16" and cols % 2:  # does not fill its steps
         name, blocks = "F32", dequantise(name, blocks).view(u8)
     if name in FLAT_TYPES:
-        lay(blocks, 4)
-        return [FLAT_TYPES.index(name), rows, cols, 0, 0, 0, 0], data
-    q, scale, minimum = integers(name, blocks)
-    int4, zero, half = name[:2] == "Q4", 8 if name == "Q4_0" else 0, "_K" not in name
-    if int4:
-        pairs = (q + zero).reshape(rows, -1, 2, 4)
-        q = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(rows, -1)
-    lay(q.astype(np.int8), 4)
-    for lanes in (scale, minimum):
-        if lanes is not None:
-            lay(lanes.astype("<f2" if half else "<f4"), 1)
-    return [3 + int4, rows, cols, cols // scale.shape[1], int(half), zero, int(minimum is not None)], data
+        return [FLAT_TYPES.index(name), rows, cols, 0, 0, 0, 0], panels(blocks.view(np.uint32)).tobytes()
+    type, bits, zero, scaling, group = FLAT_FORMATS[name]
+    q, steps = integers(name, blocks)[0] + zero, []
+    if type > 8:  # of a value, which of the 16
+        values = (gguf.quants.IQ4_NL if type == 9 else gguf.quants.MXFP4).kvalues
+        q = np.vectorize(values.index)(q)
+    for up, b in zip([0, bits[0]], bits):  # 8 words of 4 columns each -> b steps of 8 / b words
+        words = (q >> up & 2**b - 1).reshape(rows, -1, b, 8 // b, 4) << b * np.arange(8 // b)[:, None]
+        steps.append(words.sum(3).astype(u8))
+    steps = np.concatenate(steps, 2).reshape(rows, -1).view(np.uint32)
+    record = [type, rows, cols, group, scaling, zero, int("m" in FIELDS[name][0])]
+    return record, panels(steps).tobytes() + flat_scales(name, blocks, group, scaling)
 
 
 def neighbours(w, head_dim):
@@ -2676,7 +2720,7 @@ def flat_of(file, head_dim):
             tensors.append((name, (len(w),), FLAT, w))
         else:
             tensors.append((name, dims, FORMATS["F32"], w.tobytes()))
-    keys = [("general.alignment", "u32", 64), ("run.flat.version", "u32", 1), ("run.flat.matrices", "[i32]", matrices)]
+    keys = [("general.alignment", "u32", 64), ("run.flat.version", "u32", 2), ("run.flat.matrices", "[i32]", matrices)]
     return Gguf(file.keys + keys, tensors, alignment=64)
 
 
@@ -2874,8 +2918,8 @@ def test_missing_and_misshapen_tensors(tmp_path, base):
         for n_dims in ((dims + (1,) * 5)[:5], ()):
             cases.append(([name, "dimensions"], file.plus((name, n_dims, format, content))))
         cases.append(([name, "vector or matrix"], file.plus((name, (dims[0], 1, 2), 0, bytes(8 * dims[0])))))
-        for unknown in (4, 10, 99, 2**31):
-            cases.append(([name, f"number {unknown}"], file.plus((name, dims, unknown, content))))
+        for unknown, said in [(4, ""), (99, ""), (2**31, ""), (16, ", IQ2_XXS"), (29, ", IQ1_M"), (21, ", IQ3_S")]:
+            cases.append(([name, f"number {unknown}{said},"], file.plus((name, dims, unknown, content))))
         twice = (times(file, name, 2) if flat else file).but(tensors=file.tensors + [(name, dims, format, content)])
         cases.append(([name, "twice"], twice))
     for blocks, columns in [(8, 32), (12, 256)]:
@@ -2976,7 +3020,7 @@ def test_wrong_gguf_metadata(tmp_path, base):
 def test_flat_says_what_is_wrong(tmp_path):
     file, cases = GGUFS["flat"], []
     matrices, flat = numbers_of(file), [tensor for tensor in file.tensors if tensor[2] == FLAT]
-    first = {type: matrices[::7].index(type) for type in range(5)}  # the first matrix of each type
+    first = {type: matrices[::7].index(type) for type in range(6)}  # the first matrix of each type
 
     def changed(*cells):
         """Other numbers of matrices: (type, place, value)"""
@@ -2985,18 +3029,17 @@ def test_flat_says_what_is_wrong(tmp_path):
             new[7 * first[type] + at] = value
         return with_numbers(file, new)
 
-    for version in (0, 2):
+    for version in (0, 1, 3):
         cases.append((["run.flat.version", version], file.plus(("run.flat.version", "u32", version))))
     for n in (0, 7, len(matrices) - 7, len(matrices) - 1, len(matrices) + 7):
         cases.append((["run.flat.matrices"], with_numbers(file, (matrices * 2)[:n])))
     cases.append((["run.flat.matrices"], file.plus(("run.flat.matrices", "str", "x"))))
     cases.append((["run.flat.matrices"], file.without("run.flat.matrices")))
-    for type, at, value in [(3, 0, 5), (3, 0, -1), (3, 3, 24), (3, 3, 0), (4, 3, 16), (3, 4, 2), (3, 5, 1), (4, 5, 7),
-                            (3, 6, 2), (4, 6, -1), (0, 3, 77)]:  # fmt: skip
+    for type, at, value in [(3, 0, 12), (3, 0, -1), (3, 3, 24), (3, 3, 0), (4, 3, 16), (3, 4, 5), (4, 4, 3), (3, 5, 1),
+                            (4, 5, 7), (3, 6, 2), (4, 6, -1), (0, 3, 77), (5, 4, 2), (4, 4, 4)]:  # fmt: skip
         cases.append(([flat[first[type]][0], value], changed((type, at, value))))
     for at in (1, 2):  # rows and columns: then the bytes do not suffice
         cases.append(([flat[first[0]][0], len(flat[first[0]][3])], changed((0, at, 1234))))
-    cases.append(([flat[first[3]][0], 16], changed((3, 3, 16), (3, 6, 1))))  # minima need groups of 32
     for name, dims, format, content in (flat[first[type]] for type in (0, 3, 4)):
         n = len(content)
         for size in (n - 1, n // 2, 0, n + 64):
@@ -3946,7 +3989,7 @@ class Flat:
     def __init__(self, path):
         reader = gguf.GGUFReader(path)
         self.keys = {name: field.contents() for name, field in reader.fields.items()}
-        assert (self.keys["general.alignment"], self.keys["run.flat.version"]) == (64, 1)
+        assert (self.keys["general.alignment"], self.keys["run.flat.version"]) == (64, 2)
         matrices = iter(np.reshape(self.keys["run.flat.matrices"], (-1, 7)).tolist())
         self.matrices, self.tensors, self.scales = {}, {}, {}
         for tensor in reader.tensors:
@@ -3959,31 +4002,42 @@ class Flat:
                 self.tensors[tensor.name] = np.array(tensor.data)
         assert next(matrices, None) is None
 
-    def matrix(self, name, data, type, rows, cols, group, half, zero, has_minima):
-        n, at = -(-rows // 16), 0
-
-        def part(dtype, steps, columns):  # [panel][step][row] of a few columns becomes [rows of all panels, columns]
-            nonlocal at
-            begin = -(-at // 64) * 64
-            cells = np.frombuffer(data, dtype, n * steps * 16 * columns, begin).reshape(n, steps, 16, columns)
-            at = begin + cells.nbytes
-            return cells.swapaxes(1, 2).reshape(n * 16, -1)
-
-        columns = [1, 2, 2, 4, 8][type]
-        q = part(["<f4", "<f2", "<u2", "i1", "u1"][type], cols // columns, columns if type < 4 else 4)
-        if type == 4:
-            q = q.reshape(n * 16, -1, 4)
-            q = np.concatenate([q & 15, q >> 4], 2).reshape(n * 16, cols)
+    def matrix(self, name, data, type, rows, cols, group, scaling, zero, has_minima):
+        planes = [[32], [16], [16], [8], [4], [4, 1], [4, 2], [2, 1], [2], [4], [4], [8]][type]
+        n, count = -(-rows // 16), -(-rows // 16) * cols * sum(planes) // 2  # panels, 4-byte steps
+        steps = np.frombuffer(data, "<u4", count).reshape(n, -1, 16).swapaxes(1, 2).reshape(n * 16, -1)
+        if type < 4 or type == 11:
+            q = steps.view(["<f4", "<f2", "<u2", "i1"][min(type, 3)])
+        else:  # of each plane a step holds b bits of 8 / b words
+            blocks, q, done = steps.view(u8).reshape(n * 16, cols // 32, -1, 4), 0, 0
+            for b in planes:
+                words = blocks[:, :, done : done + b, None] >> b * np.arange(8 // b)[:, None] & 2**b - 1
+                q, done = q | words.reshape(n * 16, cols) << done, done + b
         assert not q[rows:].any()
-        w = (q[:rows].astype(np.uint32) << 16).view(f32) if type == 2 else q[:rows].astype(f32)
-        if group:
-            lanes = [part("<f2" if half else "<f4", cols // group, 1) for _ in range(1 + has_minima)]
-            scale, *minimum = [each[:rows].astype(f32) for each in lanes]
-            self.scales[name] = scale
-            w = (w - zero) * np.repeat(scale, group, 1)
-            w = w + np.repeat(minimum[0], group, 1) if minimum else w
-        assert at == len(data)
-        return w
+        q = q[:rows]
+        if not group:
+            assert len(data) == 4 * count
+            return (q.astype(np.uint32) << 16).view(f32) if type == 2 else q.astype(f32)
+        if type in (9, 10):
+            q = np.array((gguf.quants.IQ4_NL if type == 9 else gguf.quants.MXFP4).kvalues)[q]
+        scale, *minimum = self.lanes(data[4 * count :], n, cols, group, scaling, 1 + has_minima)
+        self.scales[name] = scale[:rows]
+        w = (q - zero).astype(f32) * np.repeat(scale[:rows], group, 1)
+        return w + np.repeat(minimum[0][:rows], group, 1) if minimum else w
+
+    def lanes(self, data, n, cols, group, scaling, kinds):
+        """float32 [rows of all panels, groups] of scales and, where there are two kinds, of minima."""
+        wide = 256 if scaling > 2 else group
+        cells, size = np.frombuffer(data, u8).reshape(n, cols // wide, -1), [64, 32, 0, 32, 32][scaling]
+        codes = cells[:, :, size * kinds :].reshape(n, cols // wide, wide // group, -1, 16)
+        for kind in range(kinds):
+            factor = cells[:, :, size * kind : size * (kind + 1)].copy().view("<f2" if scaling else "<f4")
+            lane = factor.astype(f32)[:, :, None] if scaling != 2 else 2.0 ** (codes[..., 0, :].astype(f32) - 128)
+            if scaling == 3:
+                lane = lane * codes[..., kind, :].view("i1")
+            if scaling == 4:
+                lane = lane * (codes[..., 0, :] >> 4 * kind & 15)
+            yield lane.transpose(0, 3, 1, 2).reshape(n * 16, -1).astype(f32)
 
     def stops(self):
         """Ids that end a text."""
@@ -4256,14 +4310,14 @@ def test_dtypes(tmp_path):
             type, _, _, group, *_ = flat.matrices[name]
             down = "ffn_down" in name
             kind = "q8" if dtype == "q4" and (down or not name.startswith("blk.")) else dtype
-            assert type == ["f32", "f16", "bf16", "q8", "q4"].index(kind)
+            assert type == (11 if kind == "q8" and down else ["f32", "f16", "bf16", "q8", "q4"].index(kind))
             assert group == (0 if type < 3 else 16 if down else 32)
             difference = np.abs(flat.tensors[name] - w)
             if type < 3:
                 assert (difference <= most * np.abs(w) + (2**-25 if most else 0)).all()  # half a subnormal step
             else:
                 rms = np.sqrt(np.mean(difference**2) / np.mean(w**2))
-                assert rms < (0.006 if type == 3 else most)
+                assert rms < (0.006 if type in (3, 11) else most)
 
 
 def test_q8_rounds_to_the_nearest(tmp_path):
@@ -4316,7 +4370,7 @@ def test_llama2c_to_flat(engine, tmp_path, version, group):
     write_checkpoint(tmp_path / "old.bin", version, c, random_tensors(c), group)
     export(tmp_path / "new.flat.gguf", "--from", tmp_path / "old.bin")
     types = {record[0] for name, record in Flat(tmp_path / "new.flat.gguf").matrices.items() if "attn" in name}
-    assert types == {3 if version == 2 and group != 128 else 0}
+    assert types == {(11 if group == 16 else 3) if version == 2 and group != 128 else 0}
     needs_same_logits(engine, tmp_path / "old.bin", tmp_path / "new.flat.gguf")
 
 
@@ -4381,7 +4435,8 @@ def test_gguf_without_loss(engine, tmp_path, format):
             blocks = np.frombuffer(content, u8).reshape(dims[1], -1)
             assert same(flat.tensors[name], dequantise(format, blocks)), name
             assert copied[name].tensor_type == FORMATS[format] and copied[name].data.tobytes() == content
-    assert flat.tensors.keys() == copied.keys() and {record[0] for record in flat.matrices.values()} <= {3, 4}
+    assert flat.tensors.keys() == copied.keys()
+    assert {record[0] for record in flat.matrices.values()} == {FLAT_FORMATS[format][0]}
     needs_same_logits(engine, source, tmp_path / "m.flat.gguf")
     needs_same_logits(engine, source, tmp_path / "n.gguf")
 
@@ -4401,6 +4456,19 @@ def test_flat_and_gguf_quantise_alike(engine, tmp_path, dtype):
     source = hf_model(tmp_path / "tiny", hf_config("Qwen2"))
     for out in ("m.flat.gguf", "m.gguf"):
         export(tmp_path / out, "--from", source, "--dtype", dtype)
+    needs_same_logits(engine, tmp_path / "m.flat.gguf", tmp_path / "m.gguf")
+
+
+def test_q4_k(engine, tmp_path):
+    """Scales in two stages cost little: q4 has an error of 7.2% of normal weights, in a quarter of a bit more."""
+    c = hf_config(hidden_size=256, intermediate_size=512)
+    source = hf_model(tmp_path / "tiny", c)
+    for out in ("m.flat.gguf", "m.gguf"):
+        export(tmp_path / out, "--from", source, "--dtype", "q4_k")
+    flat, want = Flat(tmp_path / "m.flat.gguf"), expected_tensors(c, hf_tensors(c))
+    for name in ("blk.0.attn_q.weight", "blk.1.ffn_down.weight"):
+        assert (flat.matrices[name][0], *flat.matrices[name][3:]) == (4, 32, 3, 0, 1)
+        assert np.mean((flat.tensors[name] - want[name]) ** 2) < 0.076**2 * np.mean(want[name] ** 2)
     needs_same_logits(engine, tmp_path / "m.flat.gguf", tmp_path / "m.gguf")
 
 
@@ -6692,9 +6760,9 @@ def test_run_c_is_laid_out_as_it_says():
     assert {n: row[:2] for n, row in map.items()} == sections
     assert all(lines <= 500 for _, lines in sections.values())
     part_one = source.count("\n") - sum(lines for n, (_, lines) in sections.items() if n >= parts["II"])
-    assert part_one <= 2900
+    assert part_one <= 3140
     lines, functions = source.splitlines(), functions_of(source)
-    assert len(lines) <= 6640
+    assert len(lines) <= 6960
     assert [line for line in lines if len(line) > 120] == []
     assert len(functions) > 300 and {"main", "forward"} <= {name for name, _ in functions}
     assert [(name, n) for name, n in functions if n > 60] == []
