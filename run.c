@@ -5733,7 +5733,7 @@ static int mode_info(const Options *o) {
     Checkpoint *checkpoint = checkpoint_open(o->checkpoint);
     const Gguf *g = checkpoint->gguf;
     Tokenizer *t = has_tokenizer(checkpoint) ? tokenizer_load(checkpoint) : NULL;
-    printf("file            %s\n", o->checkpoint);
+    printf("file            %s, %.1f MiB\n", o->checkpoint, (double)checkpoint->file.size / (1 << 20));
     Model *m = g && !g->n_tensors ? NULL : model_load(checkpoint, choose_threads(o));
     if (m) {
         choose_rope(o, m);

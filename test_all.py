@@ -2631,6 +2631,7 @@ def test_info(small, version):
     path = small.folder / f"info-{version}.model"
     write_checkpoint(path, version, c, random_tensors(c))
     shown = output(path, "-m", "info", "-c", 8192).decode()  # it needs no tokenizer
+    assert shown.startswith(f"file            {path}, {path.stat().st_size / 2**20:.1f} MiB\n")
     for name, figure in zip(Config._fields, c):
         if name not in ("seq_len", "tied"):
             assert re.search(rf"{name}\s+{figure}\b", shown), name
@@ -4436,6 +4437,8 @@ def test_gguf_without_loss(engine, tmp_path, format):
             assert same(flat.tensors[name], dequantise(format, blocks)), name
             assert copied[name].tensor_type == FORMATS[format] and copied[name].data.tobytes() == content
     assert flat.tensors.keys() == copied.keys()
+    size, most = (tmp_path / "n.gguf").stat().st_size, 1.23 if format == "TQ1_0" else 1.04  # in memory it is as large
+    assert (tmp_path / "m.flat.gguf").stat().st_size < most * size
     assert {record[0] for record in flat.matrices.values()} == {FLAT_FORMATS[format][0]}
     needs_same_logits(engine, source, tmp_path / "m.flat.gguf")
     needs_same_logits(engine, source, tmp_path / "n.gguf")
