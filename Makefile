@@ -44,7 +44,7 @@ NATIVE := $(strip $(call first,$(call probe,-march=native),$(call probe,-mcpu=na
 NO_AVX512 := $(strip $(call probe,-mno-avx512f))
 
 # -fno-tree-ter: without it, gcc puts off all additions of a tile (run.c, section 4) to the end of the block, and runs out
-# of registers for what they add: prefill takes a fifth longer. clang does not know the flag and does not need it.
+# of registers for what they add (doc/performance.md). clang does not know the flag.
 NO_TER := $(strip $(call probe,-fno-tree-ter))
 
 # -fopenmp: work is shared among threads. Apple's clang has it behind the preprocessor, with the library (brew install

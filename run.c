@@ -13,8 +13,8 @@
 
        PART I: the engine
        §1   basics           166  may       errors, memory, growing texts
-       §2   number formats   218  must      how weights lie in memory; how activations become int8 and bf16
-       §3   model            271  must      Config, Matrix, Layer, Model; the tables of tensors and architectures
+       §2   number formats   217  must      how weights lie in memory; how activations become int8 and bf16
+       §3   model            276  must      Config, Matrix, Layer, Model; the tables of tensors and architectures
        §4   kernels          500  may       the matrix product: one shape of loop for all types and processors
        §5   layers           134  must      rmsnorm, softmax, rope, swiglu: the small functions of the papers
        §6   session          329  may       what changes while running: key/value cache, activations, threads
@@ -25,8 +25,8 @@
        §11  sequences        360  must      the loop: many texts, each a token further; drafts, scores, sliding
 
        PART II: files
-       §12  packing          493  may       the bytes of files, their number formats; rows become panels
-       §13  GGUF             439  need not  the files of the llama.cpp world, and flat ones
+       §12  packing          495  may       the bytes of files, their number formats; rows become panels
+       §13  GGUF             438  need not  the files of the llama.cpp world, and flat ones
        §14  llama2.c         158  need not  its files; which format a file has
        §15  vocabularies     208  need not  the tokenizers of both kinds of file
 
@@ -405,7 +405,6 @@ static uint16_t bf16_from_float(float f) {
 }
 
 static inline uint16_t load_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
-
 static inline uint32_t load_u32(const void *p) {
     uint32_t word;
     memcpy(&word, p, sizeof word);
@@ -652,17 +651,10 @@ static ScaleLayout scale_layout(const Matrix *w) {
 
 static size_t matrix_bytes(const Matrix *w) { return matrix_panels(w) * (panel_words(w) * 4 + scale_layout(w).panel); }
 
-// The 16 factors and 16 integers of the scales for some columns of a panel; after each 16 those of the minima.
+// The 16 factors and 16 integers of some scales; after each 16 those of the minima (SCALE_NIBBLES: in the same bytes).
 typedef struct {
     const uint8_t *factors, *codes;
 } ScalePlace;
-
-// For column k of panel p.
-static ScalePlace scale_place(const Matrix *w, size_t p, int k) {
-    const ScaleLayout l = scale_layout(w);
-    const uint8_t *factors = (const uint8_t *)w->scales + p * l.panel + (size_t)(k / l.superblock) * l.bytes;
-    return (ScalePlace){factors, factors + l.factors + (size_t)(k % l.superblock / w->group) * l.codes};
-}
 
 // Those of the scales (which 0) or the minima (1), from lane on.
 static inline const uint8_t *place_factors(Scaling scaling, ScalePlace at, int lane, int which) {
@@ -681,14 +673,12 @@ static float scale_value(Scaling scaling, float factor, uint8_t code, int which)
     return factor;
 }
 
-// And that of the weight of one lane and column.
-static float matrix_scale(const Matrix *w, size_t p, int lane, int k, int which) {
-    const ScalePlace at = scale_place(w, p, k);
-    const uint8_t *factor = place_factors(w->scaling, at, lane, which);
-    const uint8_t *code = place_codes(w->scaling, at, lane, which);
-    const int bytes = scalings[w->scaling].factor_bytes;
-    float value = bytes == 4 ? float_from_bits(load_u32(factor)) : bytes == 2 ? float_from_f16(load_u16(factor)) : 0;
-    return scale_value(w->scaling, value, scalings[w->scaling].code_bytes ? *code : 0, which);
+// And that of one lane of a place.
+static float place_scale(Scaling scaling, ScalePlace at, int lane, int which) {
+    const uint8_t *factor = place_factors(scaling, at, lane, which), *code = place_codes(scaling, at, lane, which);
+    const int bytes = scalings[scaling].factor_bytes;
+    float f = bytes == 4 ? float_from_bits(load_u32(factor)) : bytes == 2 ? float_from_f16(load_u16(factor)) : 0;
+    return scale_value(scaling, f, scalings[scaling].code_bytes ? *code : 0, which);
 }
 
 // Goes along a panel, from the scales of some columns to those of the next.
@@ -699,9 +689,13 @@ typedef struct {
     ScaleLayout layout;
 } ScaleCursor;
 
+// At column k of panel p.
 static ScaleCursor cursor_open(const Matrix *w, size_t p, int k) {
     const ScaleLayout l = scale_layout(w);
-    return (ScaleCursor){scale_place(w, p, k), w->scaling, w->group, k % l.superblock % w->group, k % l.superblock, l};
+    const int in_superblock = k % l.superblock;
+    const uint8_t *factors = (const uint8_t *)w->scales + p * l.panel + (size_t)(k / l.superblock) * l.bytes;
+    const uint8_t *codes = factors + l.factors + (size_t)(in_superblock / w->group) * l.codes;
+    return (ScaleCursor){{factors, codes}, w->scaling, w->group, in_superblock % w->group, in_superblock, l};
 }
 
 static inline void cursor_advance(ScaleCursor *c, int columns) {
@@ -717,7 +711,7 @@ static inline void cursor_advance(ScaleCursor *c, int columns) {
     }
 }
 
-// b bits of column k, from a plane whose step for the block of k begins at `block`. shift: where they are in a number
+// b bits of column k, from a plane whose steps for the block of k begin at `block`
 static int plane_bits(const uint32_t *block, int b, int k) {
     int bit = k % 32 / 4 * b;
     return (int)(block[bit / 8 * PANEL] >> (8 * (k % 4) + bit % 8)) & ((1 << b) - 1);
@@ -732,19 +726,29 @@ static int panel_integer(const uint32_t *panel, Type type, int lane, int k) {
     return types[type].values ? types[type].values[code] : is_int8(type) ? (int8_t)code : code;
 }
 
+// A row of a quantised matrix as floats: the numbers that its integers stand for.
+static void quantized_row(float *out, const Matrix *w, size_t p, int lane) {
+    const uint32_t *panel = (const uint32_t *)w->panels + p * panel_words(w);
+    const int sum = types[w->type].sum;
+    ScaleCursor cursor = cursor_open(w, p, 0);
+    for (int k = 0; k < w->cols; cursor_advance(&cursor, sum)) {
+        float scale = place_scale(w->scaling, cursor.at, lane, 0);
+        float min = w->has_min ? place_scale(w->scaling, cursor.at, lane, 1) : 0;
+        for (int end = k + sum; k < end; k++)
+            out[k] = scale * (float)(panel_integer(panel, w->type, lane, k) - w->zero) + min;
+    }
+}
+
 // One row of a matrix as floats: the embedding of a token.
 static void matrix_row(float *out, const Matrix *w, int row) {
     size_t p = (size_t)row / PANEL;
     int lane = row % PANEL;
-    const uint32_t *panel = (const uint32_t *)w->panels + p * panel_words(w);
-    for (int k = 0; k < w->cols; k++) {
-        if (w->type == F32) out[k] = float_from_bits(panel[k * PANEL + lane]);
-        else if (w->type == F16) out[k] = float_from_f16((uint16_t)(panel[k / 2 * PANEL + lane] >> k % 2 * 16));
-        else if (w->type == BF16) out[k] = float_from_bf16((uint16_t)(panel[k / 2 * PANEL + lane] >> k % 2 * 16));
-        else {
-            float q = (float)(panel_integer(panel, w->type, lane, k) - w->zero);
-            out[k] = matrix_scale(w, p, lane, k, 0) * q + (w->has_min ? matrix_scale(w, p, lane, k, 1) : 0);
-        }
+    const uint32_t *words = (const uint32_t *)w->panels + p * panel_words(w) + lane;
+    if (is_quantized(w->type)) quantized_row(out, w, p, lane);
+    for (int k = 0; k < w->cols && !is_quantized(w->type); k++) {
+        if (w->type == F32) out[k] = float_from_bits(words[k * PANEL]);
+        if (w->type == F16) out[k] = float_from_f16((uint16_t)(words[k / 2 * PANEL] >> k % 2 * 16));
+        if (w->type == BF16) out[k] = float_from_bf16((uint16_t)(words[k / 2 * PANEL] >> k % 2 * 16));
     }
 }
 
@@ -958,9 +962,10 @@ typedef struct {
     int row; // the first row of x and y, in the tile
     // Weights come from memory, and a processor's own prefetching ends where a page of 4 KB ends: each page would begin
     // with a wait. So a tile asks for weights some steps before it needs them. Where the rows take several tiles, only
-    // the first would find its weights in memory; so all of them, taking turns, ask for the panels that come next.
+    // the first would find its weights in memory; so all of them, taking turns, ask for the panels that come next. (Of
+    // quantised weights the first tile of each chunk asks for the next: the others take their words from the chunk.)
     size_t steps_ahead; // AHEAD where one tile takes all rows
-    int turn, tiles;    // each asks for every tiles-th block, and begins one later than the tile before it
+    int turn, tiles;    // each asks for every tiles-th step, and begins one later than the tile before it
 } Tile;
 
 static inline float *tile_row(const Tile *t, int r) { return t->y + (size_t)(t->row + r) * t->y_stride; }
@@ -1011,8 +1016,7 @@ ALWAYS_INLINE void tile_float(int n_panels, int n_rows, Type type, const Tile *t
 // and scales out of their superblocks, as it goes. Where there are more rows this would be done again for each tile; so
 // some columns of the panels, a CHUNK, are made ready first, for all rows: in words, with scales as floats.
 
-// Columns of a chunk: its words and a strip of rows fit into the fastest cache.
-enum { CHUNK = 512 };
+enum { CHUNK = 512 }; // columns: their words and a strip of rows fit into the fastest cache
 
 typedef struct Chunk {
     const Matrix *w;
@@ -1051,7 +1055,7 @@ ALWAYS_INLINE void unpack_blocks(Type type, const int32_t *block, int cols, int3
 #define EACH_PLANE_TYPE(DO) DO(I4) DO(I5) DO(I6) DO(I3) DO(I2) DO(IQ4) DO(FP4)
 #define UNPACK(t) \
     if (type == t) unpack_blocks(t, block, cols, words);
-static void unpack_panel(Type type, const int32_t *block, int cols, int32_t *words){EACH_PLANE_TYPE(UNPACK)}
+static void unpack_panel(Type type, const int32_t *block, int cols, int32_t *words) { EACH_PLANE_TYPE(UNPACK); }
 
 // The scales (which 0) or minima (1) of one vector of lanes, as scale_value says.
 ALWAYS_INLINE Floats cursor_scales(const ScaleCursor *c, int lane, int which) {
@@ -3504,22 +3508,23 @@ static void pack_steps(uint32_t *panel, const void *row, int r, size_t n_steps) 
     for (size_t i = 0; i < n_steps; i++) memcpy(panel + i * PANEL + (size_t)r, (const uint8_t *)row + i * 4, 4);
 }
 
-// The scales (which 0) or minima (1) of a part that begins at column k -> lane r of panel p.
-static void pack_scales(const Matrix *w, const Part *part, int k, size_t p, int r, int which) {
-    for (int column = k; column < k + 32; column += min_int(w->group, 32)) {
-        const ScalePlace at = scale_place(w, p, column);
-        uint8_t *factor = (uint8_t *)place_factors(w->scaling, at, r, which);
-        uint16_t half = f16_from_float(part->factor[which]); // it came from a half: exact
-        if (scalings[w->scaling].factor_bytes) memcpy(factor, &half, sizeof half);
-        if (!scalings[w->scaling].code_bytes) continue;
-        *(uint8_t *)place_codes(w->scaling, at, r, which) = part->code[which][(column - k) / 16];
+// The scales and minima of one half of a part -> lane r of a place.
+static void pack_scales(const Matrix *w, ScalePlace at, int r, const Part *part, int half) {
+    for (int which = 0; which <= w->has_min; which++) {
+        uint16_t factor = f16_from_float(part->factor[which]); // it came from a half: exact
+        uint8_t *to = (uint8_t *)place_factors(w->scaling, at, r, which);
+        if (scalings[w->scaling].factor_bytes) memcpy(to, &factor, sizeof factor);
+        to = (uint8_t *)place_codes(w->scaling, at, r, which);
+        if (scalings[w->scaling].code_bytes) *to = part->code[which][half];
     }
 }
 
 // A row of blocks -> row r of panel p.
 static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, size_t p, int r) {
     const int low = types[w->type].low, high = types[w->type].high;
+    const int columns = min_int(w->group, 32); // that share a scale within a part
     uint32_t *step = (uint32_t *)w->panels + p * panel_words(w) + r;
+    ScaleCursor cursor = cursor_open(w, p, 0);
     for (int i = 0; i < w->cols / 32; i++) {
         Part part = unpack(f, row, i);
         uint32_t steps[8] = {0};
@@ -3529,7 +3534,8 @@ static void pack_blocks(const Matrix *w, const Format *f, const uint8_t *row, si
             if (high) steps[low + j * high / 8] |= (word >> low & low_bits(high)) << j * high % 8;
         }
         for (int j = 0; j < low + high; j++, step += PANEL) *step = steps[j];
-        for (int which = 0; which <= w->has_min; which++) pack_scales(w, &part, 32 * i, p, r, which);
+        for (int k = 0; k < 32; k += columns, cursor_advance(&cursor, columns))
+            pack_scales(w, cursor.at, r, &part, k / 16);
     }
 }
 
@@ -3655,7 +3661,6 @@ typedef struct {
     String name;
     const Format *format; // NULL: a matrix in panels,
     Matrix matrix;        // this one,
-    bool has_min;         // with minima
     int rows, cols;       // a vector has one row
     unsigned long long offset;
     const uint8_t *data;
@@ -3860,12 +3865,12 @@ static void row_tensor(GgufTensor *t, uint32_t id, const unsigned long long dims
     t->rows = (int)dims[1];
     t->format = format_by_id(id);
     Text known = {0};
-    for (int i = 0; i < N_FORMATS; i++)
+    bool is_known = t->format && t->format->columns;
+    for (int i = 0; i < N_FORMATS && !is_known; i++)
         if (formats[i].id >= 0 && formats[i].columns) text_format(&known, "%s%s", i ? " " : "", formats[i].name);
-    if (!t->format || !t->format->columns)
+    if (!is_known)
         die_about(path, "tensor", t->name, "its format, number %u%s%s, is none of those this program knows (%.*s)", id,
                   t->format ? ", " : "", t->format ? t->format->name : "", (int)known.len, known.data);
-    free(known.data);
     if (t->cols % t->format->columns)
         die_about(path, "tensor", t->name, "expected rows of whole %s blocks of %d, got rows of %d", t->format->name,
                   t->format->columns, t->cols);

@@ -4463,7 +4463,7 @@ def test_flat_and_gguf_quantise_alike(engine, tmp_path, dtype):
 
 
 def test_q4_k(engine, tmp_path):
-    """Scales in two stages cost little: q4 has an error of 7.2% of normal weights, in a quarter of a bit more."""
+    """Of normal weights q4, with 5 bits, has an error of 7.2% (rms). q4_k, with 4.5, may have a twentieth more."""
     c = hf_config(hidden_size=256, intermediate_size=512)
     source = hf_model(tmp_path / "tiny", c)
     for out in ("m.flat.gguf", "m.gguf"):
@@ -6766,7 +6766,7 @@ def test_run_c_is_laid_out_as_it_says():
     part_one = source.count("\n") - sum(lines for n, (_, lines) in sections.items() if n >= parts["II"])
     assert part_one <= 3140
     lines, functions = source.splitlines(), functions_of(source)
-    assert len(lines) <= 6960
+    assert len(lines) <= 6970
     assert [line for line in lines if len(line) > 120] == []
     assert len(functions) > 300 and {"main", "forward"} <= {name for name, _ in functions}
     assert [(name, n) for name, n in functions if n > 60] == []
